@@ -1,0 +1,13 @@
+"""Write a PyTorch function of one row; get its derivatives as columns of your dataframe, at any size."""
+
+from ._cluster import local_client as local_client
+from ._column import derivatives as derivatives
+from ._column import grad_column as grad_column
+from ._derivative import problem as problem
+from ._errors import DaskgradError as DaskgradError
+from ._errors import EngineWarning as EngineWarning
+from ._errors import GraphError as GraphError
+from ._errors import PlanError as PlanError
+from ._errors import RowError as RowError
+
+__version__ = "0.1.0"

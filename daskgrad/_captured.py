@@ -1,0 +1,126 @@
+"""What a row function takes along besides its arguments: modules that it must not be given, values that cannot be meant."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ._errors import GraphError, PlanError
+
+if TYPE_CHECKING:
+    from ._plan import Plan
+
+
+def check(plan: Plan) -> None:
+    """Refuse what no engine can do right, before any of them runs.
+
+    Raises:
+        PlanError: a batch norm in train mode: one row has no batch statistics.
+        GraphError: a shared tensor carries a graph, which belongs to whoever built it.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    for name, value in plan.shared.items():
+        for tensor in _tensors(torch, value):
+            if tensor.grad_fn is not None:
+                raise GraphError(
+                    f"the shared argument {name!r} holds a tensor that carries a graph: it was computed from tensors that require a "
+                    "gradient. A graph does not survive the way to a worker process. Compute it inside the row function, or pass "
+                    ".detach() of it."
+                )
+    for name, module in modules(plan):
+        for path, layer in module.named_modules():
+            batch_norm = isinstance(layer, torch.nn.modules.batchnorm._BatchNorm)
+            if batch_norm and layer.training:
+                where = f"{name}.{path}" if path else name
+                raise PlanError(
+                    f"{where} is a {type(layer).__name__} in train mode, which normalises by the statistics of a batch, and one row has "
+                    f"none. Call {name}.eval() first: then it uses the running statistics."
+                )
+
+
+def modules(plan: Plan) -> Iterator[tuple[str, Any]]:
+    """The torch modules that the row function can get at, with the name that its author knows them by."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    for name, value in reachable(plan):
+        if isinstance(value, torch.nn.Module):
+            yield name, value
+
+
+def reachable(plan: Plan) -> Iterator[tuple[str, Any]]:
+    """The row function, its shared arguments and what it captures: closures, globals, defaults, bound arguments, helpers."""
+    todo: list[tuple[str, Any]] = [("fn", plan.fn), *plan.shared.items()]
+    seen: set[int] = set()
+    while todo:
+        name, value = todo.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        yield name, value
+        todo.extend(_parts(name, value))
+
+
+def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, functools.partial):
+        yield from value.keywords.items()
+        yield from ((f"argument {k}", part) for k, part in enumerate(value.args))
+        yield name, value.func
+    elif isinstance(value, types.MethodType):
+        yield name, value.__func__
+        yield "self", value.__self__
+        yield from getattr(value.__self__, "__dict__", {}).items()
+    elif isinstance(value, types.FunctionType):
+        if (value.__module__ or "").partition(".")[0] not in ("torch", "numpy", "pandas", "daskgrad"):
+            yield from _of_function(value)
+    elif isinstance(value, Mapping):
+        yield from ((f"{name}[{key!r}]", part) for key, part in list(value.items())[:1000])
+    elif isinstance(value, list | tuple):
+        yield from ((f"{name}[{k}]", part) for k, part in enumerate(value[:1000]))
+    elif callable(value) and not isinstance(value, type) and not _is_module(value):
+        yield from getattr(value, "__dict__", {}).items()
+        call = vars(type(value)).get("__call__")
+        if isinstance(call, types.FunctionType):
+            yield name, call
+
+
+def _is_module(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.nn.Module)
+
+
+def _of_function(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # nothing in it yet
+            continue
+    for name in _looked_up(fn.__code__):
+        if name in fn.__globals__:
+            yield name, fn.__globals__[name]
+    yield from (fn.__kwdefaults__ or {}).items()
+    for k, default in enumerate(fn.__defaults__ or ()):
+        yield f"default {k}", default
+    if hasattr(fn, "__wrapped__"):
+        yield fn.__name__, fn.__wrapped__
+
+
+def _looked_up(code: types.CodeType) -> set[str]:
+    inner = (_looked_up(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def _tensors(torch: Any, value: Any) -> Iterator[Any]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(torch, item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(torch, item)

@@ -1,0 +1,201 @@
+"""The verbs. They make the plan and hand it to the carrier: pandas at once, Dask lazily."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import pandas as pd
+
+from . import _captured, _dask, _options, _plan
+from ._derivative import Derivative, Problem, parse
+from ._errors import PlanError
+from ._names import listing
+from ._plan import Form, Input, Plan, Source
+
+
+def grad_column(
+    data: Any,
+    fn: Callable[..., Any],
+    wrt: Any = None,
+    *,
+    inputs: Mapping[str, Any] | None = None,
+    shared: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """The gradient of `fn`, a PyTorch function of one row, for every row, as a column.
+
+    Args:
+        data: a pandas DataFrame or Series (computed at once), or a Dask DataFrame, Series or Bag (lazy: nothing is computed, and
+            `fn` is not called, until `.compute()`).
+        fn: a pure function of one row, written with torch operations: one number out, a tensor of shape (). An argument that is
+            named like a column gets that row's cell: a tensor of shape () for a number, of the cell's shape for an array or list,
+            the plain Python value for anything else (text, category, date). A function of one argument that names no column gets
+            the whole row: `row["x"]`, `row.x`.
+        wrt: the argument to differentiate by → a Series; a list of arguments → a DataFrame; None: the first argument that a column
+            feeds. Of a function of whole rows: the column.
+        inputs: where arguments come from, if not from the column of their name: `{"x": "column"}`, or `{"x": ["f0", "f1"]}` to
+            stack columns into a vector, whose gradient comes back as those columns.
+        shared: arguments that are the same for every row: `{"model": net}`. A module's floating dtype is the dtype of the
+            computation where it differs from the table's.
+        **options: `engine` ("auto", "vmap", "loop"), `batch_size` (rows at once; None chooses), `dtype` (of the computation),
+            `device` ("cpu", "cuda", "auto"), `on_error` ("raise", or "null": a row that fails is missing), `allow_unused` (zeros
+            where no argument asked for reaches the output, instead of an error), `randomness` ("error", "different", "same") with
+            `seed`, `detect_anomaly`.
+
+    Returns:
+        A Series or DataFrame with `data`'s index. Each column has the label and dtype of what it is taken with respect to: float32
+        stays float32, `Float64` keeps its `<NA>`, an array cell gives an array cell of its own shape; integers give float64. A row
+        with a missing value in what it reads is missing in the result.
+
+    Raises:
+        PlanError: the call makes no sense (a TypeError): arguments and columns do not fit, a dtype cannot be differentiated.
+        GraphError: no gradient can pass (a RuntimeError): a value has left torch, or nothing asked for reaches the output.
+        RowError: `fn` failed on a row (a RuntimeError); it has `label`, `partition`, `values`, and the exception as `__cause__`.
+
+    Example:
+        >>> import pandas as pd, daskgrad as dg
+        >>> df = pd.DataFrame({"x": [1.0, 2.0, 3.0], "y": [4.0, 5.0, 6.0]})
+        >>> def f(x, y):
+        ...     return x**2 * y
+        >>> dg.grad_column(df, f).tolist()
+        [8.0, 20.0, 36.0]
+        >>> dg.grad_column(df, f, wrt=["x", "y"])
+              x    y
+        0   8.0  1.0
+        1  20.0  4.0
+        2  36.0  9.0
+    """
+    several = isinstance(wrt, list)
+    names = list(wrt) if several else ([] if wrt is None else [wrt])
+    if several and not names:
+        raise PlanError("wrt=[] asks for no derivative: name at least one argument, or leave wrt out for the first")
+
+    def wanted(bound: tuple[Input, ...], form: Form) -> list[tuple[Hashable | None, Derivative]]:
+        return [(None, (name,)) for name in names or [_first(bound, fn)]]
+
+    return _run(data, fn, wanted, inputs, shared, options, single=not several, output="number", row_wrt=names)
+
+
+def derivatives(
+    data: Any,
+    fn: Callable[..., Any],
+    wanted: Mapping[Hashable, Any],
+    *,
+    vector: bool = False,
+    inputs: Mapping[str, Any] | None = None,
+    shared: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """Several derivatives of `fn`, a PyTorch function of one row, for every row, in one pass over the data.
+
+    Args:
+        data, fn, inputs, shared, **options: as for `grad_column`.
+        wanted: `{name: derivative}`: `()` the value, `"x"` first order, `("x", "y")` by x, then by y, `dg.problem` what is wrong
+            with the row.
+
+        vector: `fn` returns a vector: values and Jacobians are array cells (output axes, then input axes) in object columns. On
+            pandas this is seen by itself; a lazy Dask column must be told, since its dtype is declared before `fn` is called.
+
+    Returns:
+        A DataFrame with `data`'s index and the names of `wanted`.
+
+    Example:
+        >>> import pandas as pd, daskgrad as dg
+        >>> df = pd.DataFrame({"x": [1.0, 2.0]})
+        >>> dg.derivatives(df, lambda x: x**3, {"value": (), "slope": "x", "curvature": ("x", "x")})
+           value  slope  curvature
+        0    1.0    3.0        6.0
+        1    8.0   12.0       12.0
+    """
+    if not isinstance(wanted, Mapping) or not wanted:
+        raise PlanError(f"derivatives needs {{name: derivative}} with at least one name; it got {wanted!r}")
+    asked: list[tuple[Hashable | None, Derivative]] = [(name, parse(wish, name)) for name, wish in wanted.items()]
+    names = [name for _, derivative in asked if not isinstance(derivative, Problem) for name in derivative]
+    if any(isinstance(derivative, Problem) for _, derivative in asked):
+        options.setdefault("on_error", "null")
+
+    def wish(bound: tuple[Input, ...], form: Form) -> list[tuple[Hashable | None, Derivative]]:
+        return asked
+
+    return _run(
+        data, fn, wish, inputs, shared, options, single=False, output="vector" if vector else "any", row_wrt=list(dict.fromkeys(names))
+    )
+
+
+def _first(bound: tuple[Input, ...], fn: Callable[..., Any]) -> Hashable:
+    if not bound:
+        raise PlanError("no column feeds an argument of the row function, so there is nothing to differentiate by")
+    return bound[0].name
+
+
+def _run(
+    data: Any,
+    fn: Callable[..., Any],
+    wanted: Callable[[tuple[Input, ...], Form], list[tuple[Hashable | None, Derivative]]],
+    inputs: Mapping[str, Any] | None,
+    shared: Mapping[str, Any] | None,
+    options: dict[str, Any],
+    *,
+    single: bool,
+    output: Literal["number", "vector", "any"],
+    row_wrt: list[Hashable],
+) -> Any:
+    chosen = _options.make(options)
+    if chosen.randomness != "error" and chosen.seed is None:
+        chosen = replace(chosen, seed=_seed())
+    source = _source(data)
+    plan = _plan.make(source, fn, wanted, inputs=inputs, shared=shared, options=chosen, single=single, output=output, row_wrt=row_wrt)
+    _captured.check(plan)
+    kind = _dask.kind(data)
+    if kind == "bag":
+        return _dask.bag(data, plan)
+    if kind is not None:
+        _refuse_text_that_was_arrays(data, plan)
+        return _dask.frame(data, plan)
+    return _on_pandas(data, plan)
+
+
+def _on_pandas(data: pd.DataFrame | pd.Series, plan: Plan) -> Any:
+    from ._shared import copies
+
+    if isinstance(data, pd.DataFrame) and plan.columns is not None:
+        data = data[plan.columns]
+    return replace(plan, shared=copies(plan.shared)).run(data, None)
+
+
+def _source(data: Any) -> Source:
+    """What is known of `data` before it is touched."""
+    kind = _dask.kind(data)
+    if kind == "bag":
+        return Source("bag", pd.DataFrame(), None, _dask.peek(data))
+    empty = data._meta if kind is not None else data
+    if isinstance(empty, pd.Series):
+        return Source("series", empty.iloc[:0], [empty.name])
+    if isinstance(empty, pd.DataFrame):
+        return Source("frame", empty.iloc[:0], list(empty.columns))
+    raise PlanError(
+        f"data is a {type(data).__module__}.{type(data).__qualname__}. Possible: a pandas DataFrame or Series, a Dask DataFrame, "
+        "Series or Bag."
+    )
+
+
+def _refuse_text_that_was_arrays(data: Any, plan: Plan) -> None:
+    read = {column for argument in plan.inputs for column in argument.columns}
+    turned = [label for label in _dask.text_that_was_arrays(data) if label in read]
+    if turned:
+        raise PlanError(
+            f"the column {turned[0]!r} held arrays, and Dask has turned them into text on the way in. Set "
+            'dask.config.set({"dataframe.convert-string": False}) before from_pandas, and the arrays stay arrays. '
+            f"Columns that are text now: {listing(turned)}."
+        )
+
+
+def _seed() -> int:
+    """Without a seed: from torch's generator as it stands, so that `torch.manual_seed` decides; it is not moved."""
+    import torch
+
+    state = torch.get_rng_state().numpy().tobytes()
+    return int.from_bytes(hashlib.blake2b(state, digest_size=7).digest(), "little")

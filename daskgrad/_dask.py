@@ -1,0 +1,301 @@
+"""The Dask carriers: a plan over the partitions of a DataFrame, a Series or a Bag.
+
+The only module that knows Dask's collections (`_expression` is its other half). Dask is imported when a collection is
+at hand, never for pandas data. What goes into a graph is described in `_ship`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import multiprocessing
+import operator
+import pickle
+import sys
+import threading
+import warnings
+from collections.abc import Hashable, Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import pandas as pd
+
+from . import _ship
+from ._errors import DaskgradError, EngineWarning, fit_to_travel
+from ._warn import one_call
+
+if TYPE_CHECKING:
+    from ._plan import Plan
+
+Kind = Literal["frame", "series", "bag"]
+
+
+def kind(data: Any) -> Kind | None:
+    """Which Dask collection `data` is, or None. Dask is not imported to find out: without it, nothing can be one."""
+    frames, bags = sys.modules.get("dask.dataframe"), sys.modules.get("dask.bag")
+    if frames is not None and isinstance(data, frames.DataFrame):
+        return "frame"
+    if frames is not None and isinstance(data, frames.Series) and not isinstance(data, frames.Index):
+        return "series"
+    if bags is not None and isinstance(data, bags.Bag):
+        return "bag"
+    return None
+
+
+def is_collection(data: Any) -> bool:
+    """Whether `data` is a Dask DataFrame, Series or Bag."""
+    return kind(data) is not None
+
+
+# -------------------------------------------------------------------------------- at the call
+
+
+class Parcel:
+    """A plan as it was at the call: the bytes that travel, and the plan itself for what is decided here.
+
+    The live plan answers about names, dtypes and columns only. What runs, on every scheduler, comes out of the bytes.
+    """
+
+    def __init__(self, data: bytes, plan: Plan) -> None:
+        self.data, self.title, self._plan = data, plan.title, plan
+        self._chosen: dict[tuple[Hashable, ...], Plan] = {}
+
+    def __dask_tokenize__(self) -> tuple[str, str]:
+        return "daskgrad.Parcel", self.digest
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _parcel, (self.data,)
+
+    def __repr__(self) -> str:
+        return f"Parcel({self.title}-{self.digest[:8]})"
+
+    @property
+    def digest(self) -> str:
+        """The content's hash: equal for equal bytes, so that the same call has the same keys."""
+        return self.data[: _ship.DIGEST].hex()
+
+    def plan(self, labels: tuple[Hashable, ...] | None = None) -> Plan:
+        """The plan, or the plan for the result columns `labels` alone."""
+        if labels is None:
+            return self._plan
+        if labels not in self._chosen:
+            self._chosen[labels] = self._plan.only(labels)
+        return self._chosen[labels]
+
+    @functools.cached_property
+    def node(self) -> Any:
+        """The one copy of the bytes in a graph, as a Delayed."""
+        from dask.delayed import delayed
+
+        return delayed(self.data, name=f"plan-{self.digest}", pure=True, traverse=False)
+
+
+def frame(data: Any, plan: Plan, *, as_expression: bool = True) -> Any:
+    """The plan's result for a Dask DataFrame or Series, lazily: nothing is computed and the row function is not called.
+
+    Args:
+        data: the Dask DataFrame or Series.
+        plan: the plan made for it.
+        as_expression: let Dask's optimiser move filters, `head` and projections below the derivatives.
+            False: map over partitions.
+
+    Returns:
+        A Dask Series or DataFrame with the divisions of `data`.
+
+    Raises:
+        PlanError, GraphError: the plan cannot be sent to a worker.
+    """
+    parcel = Parcel(_ship.pack(plan), plan)
+    _settle_threads()
+    if plan.columns is not None and data.ndim == 2 and list(data.columns) != list(plan.columns):
+        data = data[list(plan.columns)]
+    if as_expression and plan.rowwise:
+        try:
+            from ._expression import expression
+        except ImportError as error:
+            _warn_slower(error)
+        else:
+            return expression(data, parcel)
+    return mapped(data, parcel, None)
+
+
+def bag(data: Any, plan: Plan) -> Any:
+    """The plan's result for a Dask Bag, lazily: a Dask Series or DataFrame whose partitions are numbered from 0 each.
+
+    Raises:
+        PlanError, GraphError: the plan cannot be sent to a worker.
+    """
+    import dask
+    import dask.dataframe as dd
+    from dask._task_spec import Task, TaskRef
+    from dask.base import tokenize
+    from dask.delayed import Delayed
+    from dask.highlevelgraph import HighLevelGraph
+
+    parcel = Parcel(_ship.pack(plan), plan)
+    _settle_threads()
+    name = f"{parcel.title}-{tokenize(data.name, parcel.digest)}"
+    graph = dict(data.__dask_optimize__(data.dask, data.__dask_keys__()))
+    graph[parcel.node.key] = parcel.data
+    keys = [(name, number) for number in range(data.npartitions)]
+    for key in keys:
+        part, parcel_ref = TaskRef((data.name, key[1])), TaskRef(parcel.node.key)
+        graph[key] = Task(key, operator.call, _opened_shim(), part, parcel_ref, None, {"number": key[1]})
+    layer = HighLevelGraph.from_collections(name, graph, dependencies=())
+    parts = [Delayed(key, layer, layer=name) for key in keys]
+    with dask.config.set({"dataframe.convert-string": False}):  # array cells stay arrays
+        return dd.from_delayed(parts, meta=plan.meta(plan.records([])), prefix=parcel.title, verify_meta=False)
+
+
+def peek(data: Any) -> list[Any] | None:
+    """The records of a Bag that lie in its graph (`dask.bag.from_sequence`); None where only computing would tell."""
+    from dask._task_spec import DataNode
+
+    records: list[Any] = []
+    for key in data.__dask_keys__():
+        node = data.dask.get(key)
+        part = node.value if isinstance(node, DataNode) else node
+        if not isinstance(part, list):
+            return None
+        records.extend(part)
+    return records
+
+
+def text_that_was_arrays(data: Any) -> list[Hashable]:
+    """The labels of text columns that were arrays or lists in the pandas object that `from_pandas` was given.
+
+    Dask turns every object column into text unless the option `dataframe.convert-string` is off. Nothing is computed.
+    """
+    found: list[Hashable] = []
+    for node in data.expr.walk():
+        source = getattr(_operand(node, "frame"), "_data", None)
+        if isinstance(source, pd.DataFrame | pd.Series) and _operand(node, "pyarrow_strings_enabled"):
+            columns = [source] if isinstance(source, pd.Series) else [source.iloc[:, k] for k in range(source.shape[1])]
+            found += [column.name for column in columns if _holds_arrays(column) and column.name not in found]
+    meta = data._meta
+    held = {meta.name: meta.dtype} if meta.ndim == 1 else dict(zip(meta.columns, meta.dtypes, strict=True))
+    return [label for label in found if label in held and pd.api.types.is_string_dtype(held[label])]
+
+
+def mapped(data: Any, parcel: Parcel, labels: tuple[Hashable, ...] | None) -> Any:
+    """The plan over the partitions of `data` by the public `map_partitions`; `labels`: these result columns only."""
+    choice = None if labels is None else pickle.dumps(labels)
+    meta = parcel.plan(labels).meta(data._meta)
+    options = {"enforce_metadata": False, "transform_divisions": False, "token": parcel.title}
+    return data.map_partitions(_pipe(), _opened_shim(), parcel.node, choice, meta=meta, **options)
+
+
+def _parcel(data: bytes) -> Parcel:
+    return Parcel(data, _ship.unpack(data))
+
+
+def _operand(node: Any, name: str) -> Any:
+    return node.operand(name) if name in type(node)._parameters else None
+
+
+def _holds_arrays(column: pd.Series) -> bool:
+    return column.dtype == object and any(isinstance(cell, np.ndarray | list | tuple) for cell in column)
+
+
+def _opened_shim() -> Any:
+    """A piece of graph that becomes the task's function inside the task: a failure there costs no worker."""
+    from dask._task_spec import Task
+
+    return Task(None, pickle.loads, _ship.shim())
+
+
+@functools.cache
+def _pipe() -> Any:
+    """`part.pipe(function, …)` for `map_partitions`, which gives `partition_info` to what has it in its signature."""
+    from dask.utils import methodcaller
+
+    pipe = functools.partial(methodcaller("pipe"))
+    several, last = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.KEYWORD_ONLY
+    parameters = [inspect.Parameter("args", several), inspect.Parameter("partition_info", last, default=None)]
+    pipe.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return pipe
+
+
+def _warn_slower(error: ImportError) -> None:
+    warnings.warn(
+        f"This version of Dask has other expression classes than daskgrad knows ({error}): `head`, `len` and filters "
+        "after a derivative compute whole partitions. The answers are the same.",
+        EngineWarning,
+        stacklevel=4,
+    )
+
+
+# -------------------------------------------------------------------------------- in a task
+
+
+def run_part(part: Any, parcel: bytes, choice: bytes | None, partition_info: dict[str, Any] | None) -> pd.Series | pd.DataFrame:
+    """One partition in a task.
+
+    Args:
+        part: the partition: pandas, or any iterable of records from a Bag.
+        parcel: the packed plan.
+        choice: the labels of the result columns that are wanted, pickled; None: all.
+        partition_info: what Dask tells about the partition; its number is used in messages only.
+    """
+    number = partition_info["number"] if partition_info else None
+    try:
+        plan = _ship.unpack(parcel)
+        if choice is not None:
+            plan = plan.only(pickle.loads(choice))
+        with _one_thread(), one_call(parcel[: _ship.DIGEST]):
+            return plan.run(_as_pandas(plan, part), number)
+    except DaskgradError as error:
+        problem = error
+    # Outside of the except block, for there Python would chain the original to it, and a chain must be pickled whole.
+    problem.__context__ = None
+    raise fit_to_travel(problem) if _away() else problem
+
+
+def _as_pandas(plan: Plan, part: Any) -> pd.DataFrame | pd.Series:
+    return part if isinstance(part, pd.DataFrame | pd.Series) else plan.records(list(part))
+
+
+def _away() -> bool:
+    """Whether an error raised here has to be pickled to reach the caller."""
+    return multiprocessing.parent_process() is not None or _ship.on_worker()
+
+
+class _Threads:
+    """How many tasks have torch at one thread now, and the caller's number of threads.
+
+    torch's number is one for each thread, but the last one set is also what threads started later begin with. So the
+    first task in notes it and each one that leaves puts it back.
+    """
+
+    lock = threading.Lock()
+    inside = 0
+    outside = 1
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """torch's operations on one thread where tasks run beside each other; in the caller's main thread as he has it."""
+    if threading.current_thread() is threading.main_thread() and multiprocessing.parent_process() is None:
+        yield
+        return
+    import torch
+
+    with _Threads.lock:
+        now = torch.get_num_threads()  # also where a thread takes over the common number, which it would else do later
+        if _Threads.inside == 0:
+            _Threads.outside = now
+        _Threads.inside += 1
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        with _Threads.lock:
+            _Threads.inside -= 1
+            torch.set_num_threads(_Threads.outside)
+
+
+def _settle_threads() -> None:
+    """Fix torch's number of threads for the calling thread, before tasks change what it would begin with."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].get_num_threads()

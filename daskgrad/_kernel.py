@@ -1,0 +1,499 @@
+"""Rows that are alike → their derivatives: in batches under vmap, parted by the paths they take, or one by one.
+
+    solve          a queue of paths, each with its rows
+      _batched     one run of fn on a batch; what it cannot do is found out in `_recover`
+      _one_by_one  plain torch.autograd, one row after the other
+
+Both engines are judged by the same rules (`_output`, `RowMode`), so they give the same answer or the same error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from . import _anomaly
+from ._ambient import slow_rules
+from ._autograd import derive, reaches
+from ._derivative import Order
+from ._errors import GraphError, PlanError
+from ._mode import RowMode
+from ._options import Options
+from ._paths import FEW, Answers, MissingCell, Paths, Regroup, Rows, Signal, TooLarge, Unbatchable
+
+_functorch: Any = torch._C._functorch
+
+PROBE = 64
+"""Rows of the first batch, which tells what a row costs."""
+MOST = 65_536
+"""Rows of a batch at most: beyond it nothing is gained, and temporaries leave the cache."""
+BUDGET = 128 * 2**20
+"""Bytes that the results of one batch's torch calls may hold; the backward pass needs about as much again."""
+STOP_BISECTING = 16
+"""Rows that go one by one where one of them fails."""
+
+Arrays = Mapping[Hashable, NDArray[Any]]
+Call = Callable[[Mapping[Hashable, Tensor], RowMode, Rows], Any]
+
+
+class Sink(Protocol):
+    """Where results and failures go."""
+
+    def put(self, order: Order, rows: Rows, values: NDArray[Any]) -> None:
+        """`values` (rows, *shape) of one derivative."""
+
+    def fail(self, row: int, error: Exception) -> None:
+        """`row` has no result, because of `error`."""
+
+    def wanted(self, rows: Rows) -> Rows:
+        """Those of `rows` whose result can still matter."""
+
+    def slower(self, reason: str) -> None:
+        """Something goes one by one, and why."""
+
+
+@dataclass
+class Job:
+    """Rows that are alike: equal shapes, dtypes and static values.
+
+    Attributes:
+        rows: positions in the part.
+        arrays: the column arguments of some rows, each (rows, *shape), fresh and writable.
+        call: calls the row function with tensors for the column arguments.
+        named: the arguments that are differentiated, in order.
+        orders: the derivatives to compute.
+        vectors: `fn` may return a vector (its derivatives are Jacobians).
+        seed: where random draws of these rows begin.
+    """
+
+    rows: Rows
+    arrays: Callable[[Rows], Arrays]
+    call: Call
+    named: Sequence[Hashable]
+    orders: Sequence[Order]
+    options: Options
+    device: torch.device
+    vectors: bool = False
+    seed: int = 0
+
+
+def solve(job: Job, sink: Sink) -> None:
+    """Put the derivatives of all rows of `job` into `sink`."""
+    solver = _Solver(job, sink)
+    if job.options.engine == "loop":
+        solver.one_by_one(job.rows)
+    else:
+        solver.run()
+
+
+@dataclass
+class _Solver:
+    job: Job
+    sink: Sink
+    queue: dict[Answers, list[Rows]] = field(default_factory=dict)
+    apart: list[tuple[Answers, Rows]] = field(default_factory=list)  # parts of a batch that failed, never merged again
+    size: int = PROBE
+    fresh: bool = False
+    fallback: bool = False
+    hopeless: dict[Answers, str] = field(default_factory=dict)
+    false_alarms: int = 0
+    seen: int = 0
+
+    # --- the queue of paths
+
+    def run(self) -> None:
+        self.size = self.job.options.batch_size or PROBE
+        self._push((), self.job.rows)
+        few: list[Rows] = []
+        while self.queue or self.apart:
+            answers, rows = self._next()
+            rows = self.sink.wanted(rows)
+            if self._may_loop and answers in self.hopeless:
+                self.one_by_one(rows)
+            elif self._may_loop and len(rows) < FEW:
+                few.append(rows)
+            elif len(rows):
+                self._step(answers, rows)
+        self._loop_few(few)
+
+    @property
+    def _may_loop(self) -> bool:
+        return self.job.options.engine != "vmap"
+
+    def _push(self, answers: Answers, rows: Rows) -> None:
+        self.queue.setdefault(answers, []).append(rows)
+
+    def _next(self) -> tuple[Answers, Rows]:
+        """The next batch: what failed before first, then the path that began, then whichever."""
+        if self.apart:
+            return self.apart.pop()
+        answers = () if () in self.queue else next(iter(self.queue))
+        pieces = self.queue.pop(answers)
+        rows = pieces[0] if len(pieces) == 1 else np.sort(np.concatenate(pieces))
+        if self._may_loop and answers == () and self.seen >= 4096 and len(self.queue) * FEW > self.seen:
+            self.hopeless[()] = f"{self.seen} rows took {len(self.queue)} different paths"
+            self.sink.slower(f"rows go one by one, since nearly every row takes a path of its own ({self.hopeless[()]})")
+            return answers, rows
+        if len(rows) > self.size and answers not in self.hopeless:
+            self._push(answers, rows[self.size :])
+            rows = rows[: self.size]
+        return answers, rows
+
+    def _loop_few(self, few: list[Rows]) -> None:
+        if not few:
+            return
+        rows = np.sort(np.concatenate(few))
+        if len(rows) > 1024 and 4 * len(rows) > len(self.job.rows):
+            self.sink.slower(f"{len(rows)} of {len(self.job.rows)} rows go one by one, since hardly any others take the same path")
+        self.one_by_one(rows)
+
+    # --- one batch
+
+    def _step(self, answers: Answers, rows: Rows) -> None:
+        paths = Paths(rows, answers)
+        self.seen += len(rows) if answers == () else 0
+        state = self._begin()
+        try:
+            results, mode = self._batched(paths, self.fresh, self.fallback)
+        except Signal as signal:
+            self._stopped(signal, paths, answers, state)
+        except GraphError as cut:
+            self._part(paths)
+            for row in paths.remaining:
+                self.sink.fail(int(row), cut)
+        except Exception as error:
+            self._recover(paths, answers, error)
+        else:
+            if mode.raised is not None:  # `fn` caught it, for a whole batch: whose was it?
+                self._recover(paths, answers, mode.raised)
+            elif not self._diverged_at_random(state, paths):
+                self._part(paths)
+                self._choose_size(mode.nbytes, len(rows))
+                for order, values in results.items():
+                    self.sink.put(order, paths.remaining, values)
+
+    def _stopped(self, signal: Signal, paths: Paths, answers: Answers, state: Tensor | None) -> None:
+        """A run that ended before its result."""
+        if isinstance(signal, TooLarge):
+            self.size = max(1, len(paths.rows) // 2)
+            self._push(answers, paths.rows)
+            return
+        if isinstance(signal, Regroup) and self._diverged_at_random(state, paths):
+            return
+        self._part(paths)
+        if isinstance(signal, Regroup):
+            self._push(tuple(paths.answers), paths.remaining)
+        elif isinstance(signal, Unbatchable):
+            self._give_up(tuple(paths.answers), paths.remaining, str(signal))
+        # MissingCell: these rows have no result
+
+    def _part(self, paths: Paths) -> None:
+        for answers, rows in paths.left:
+            self._push(answers, rows)
+
+    def _choose_size(self, nbytes: int, rows: int) -> None:
+        if self.job.options.batch_size is None:
+            self.size = int(np.clip(BUDGET * rows // max(nbytes, 1), 1, MOST))
+
+    def _batched(self, paths: Paths, fresh: bool, fallback: bool) -> tuple[dict[Order, NDArray[Any]], RowMode]:
+        """One run of the row function on a batch."""
+        job, rows = self.job, paths.rows
+        tensors = {name: torch.from_numpy(array).to(job.device) for name, array in job.arrays(rows).items()}
+        leaves = {name: tensors[name].requires_grad_() for name in job.named if name in tensors}
+        mode = RowMode(list(leaves.values()), paths, fresh=fresh, limit=4 * BUDGET)
+        mode.named = leaves
+
+        def one_row(anchor: Tensor, *columns: Tensor) -> Tensor:
+            mode.level = _functorch.maybe_get_level(anchor)
+            given = dict(zip(tensors, columns, strict=True))
+            if fresh:
+                given = {name: tensor.clone() for name, tensor in given.items()}
+            with mode:
+                result = job.call(given, mode, rows)
+            if mode.cut is not None:
+                raise mode.cut
+            if paths.signal is not None:
+                raise paths.signal
+            return _output(result, job)
+
+        anchor = torch.empty((len(rows), 0), device=job.device)
+        with slow_rules(fallback):
+            output = torch.vmap(one_row, randomness=job.options.randomness)(anchor, *tensors.values())
+        return self._judged(output, mode, paths), mode
+
+    def _judged(self, output: Tensor, mode: RowMode, paths: Paths) -> dict[Order, NDArray[Any]]:
+        """The derivatives of a batch's output (rows, *out), of the rows that are still on the path."""
+        results = _derivatives(output, mode.named, self.job, lead=1)
+        active = paths.active
+        return {order: _array(tensor if active is None else tensor[torch.from_numpy(active)]) for order, tensor in results.items()}
+
+    # --- what a batch cannot do
+
+    def _recover(self, paths: Paths, answers: Answers, error: Exception) -> None:
+        """A batch failed. Passengers, one bad row, a missing batching rule, a shared buffer: find out by trying."""
+        if len(paths.remaining) < len(paths.rows):
+            self._part(paths)
+            self._push(tuple(paths.answers), paths.remaining)
+            return
+        rows = paths.rows
+        if len(rows) <= STOP_BISECTING and self._may_loop:
+            self._loop_suspects(answers, rows, error)
+            return
+        good = self._good_row(rows)
+        if good is not None and not self._find_settings(answers, good, error):
+            self._give_up(answers, rows, f"{type(error).__name__}: {_first_line(error)}")
+        elif good is not None and self._settings_changed:
+            self.apart.append((answers, rows))
+        elif len(rows) == 1:
+            self._only_row(int(rows[0]), error)
+        else:
+            half = len(rows) // 2
+            self.apart += [(answers, rows[half:]), (answers, rows[:half])]
+
+    def _loop_suspects(self, answers: Answers, rows: Rows, error: Exception) -> None:
+        if self.one_by_one(rows):
+            return
+        self.false_alarms += 1  # all of them are well: it was the batch that failed
+        if self.false_alarms > 4 or len(rows) == len(self.job.rows):
+            good = int(rows[0])
+            if self._find_settings(answers, good, error) and self._settings_changed:
+                self.false_alarms = 0
+            else:
+                self._give_up(answers, rows[:0], f"{type(error).__name__}: {_first_line(error)}")
+
+    def _good_row(self, rows: Rows) -> int | None:
+        """A row that is well on its own, of three that are tried."""
+        for row in (rows[0], rows[len(rows) // 2], rows[-1]):
+            if self._alone(int(row)) is None:
+                return int(row)
+        return None
+
+    def _alone(self, row: int) -> Exception | None:
+        """What goes wrong in `row` on its own; also what `fn` caught."""
+        arrays = self.job.arrays(np.array([row]))
+        try:
+            _, mode = self._one(_tensors(arrays, self.job.device), 0, np.array([row]))
+        except MissingCell:
+            return None
+        except PlanError:
+            raise
+        except Exception as error:
+            return error
+        return mode.raised
+
+    def _find_settings(self, answers: Answers, good: int, error: Exception) -> bool:
+        """Whether a batch of a row that is well can run: as it is, with torch's slow batching rules, with own buffers."""
+        before = (self.fresh, self.fallback)
+        self._settings_changed = False
+        pair = np.array([good, good])
+        for fresh, fallback in dict.fromkeys([before, (before[0], True), (True, before[1]), (True, True)]):
+            try:
+                _, mode = self._batched(Paths(pair, answers), fresh, fallback)
+            except TooLarge:
+                pass
+            except Signal:
+                return True
+            except Exception as reason:
+                if isinstance(reason, PlanError):
+                    raise
+                continue
+            if mode.raised is not None:
+                continue
+            self._settings_changed = (fresh, fallback) != before
+            self.fresh, self.fallback = fresh, fallback
+            if fallback and not before[1]:
+                self.sink.slower(f"torch has no batching rule for an operation and loops over rows inside: {_first_line(error)}")
+            return True
+        return False
+
+    _settings_changed: bool = False
+
+    def _give_up(self, answers: Answers, rows: Rows, why: str) -> None:
+        """Rows on this path go one by one."""
+        if not self._may_loop:
+            rows = self.sink.wanted(rows)
+            for row in rows:
+                self.sink.fail(int(row), _refused(why))
+            return
+        self.hopeless[answers] = why
+        if len(self.job.rows) > STOP_BISECTING:
+            self.sink.slower(f"rows go one by one, since they cannot run as a batch ({why})")
+        self.one_by_one(rows)
+
+    def _only_row(self, row: int, error: Exception) -> None:
+        """engine="vmap", one row: its own error, or the batch's."""
+        alone = self._alone(row)
+        self.sink.fail(row, alone if alone is not None else _refused(f"{type(error).__name__}: {_first_line(error)}", error))
+
+    # --- random draws
+
+    def _begin(self) -> Tensor | None:
+        if self.job.options.randomness == "error":
+            return None
+        if self.job.options.randomness == "same":
+            torch.manual_seed(self.job.seed)
+        return torch.get_rng_state()
+
+    def _diverged_at_random(self, before: Tensor | None, paths: Paths) -> bool:
+        """Rows that part after a draw: replayed answers would not fit fresh draws, so the whole batch goes one by one."""
+        if before is None or paths.active is None or torch.equal(before, torch.get_rng_state()):
+            return False
+        self.one_by_one(paths.rows)
+        return True
+
+    # --- one by one
+
+    def one_by_one(self, rows: Rows) -> int:
+        """Plain torch.autograd for each of `rows`; returns in how many something was raised, caught by `fn` or not."""
+        failed = 0
+        for start in range(0, len(rows), 1024):
+            chunk = self.sink.wanted(np.sort(rows)[start : start + 1024])
+            if len(chunk):
+                failed += self._loop_chunk(chunk)
+        return failed
+
+    def _loop_chunk(self, rows: Rows) -> int:
+        tensors = _tensors(self.job.arrays(rows), self.job.device)
+        results: dict[Order, list[Tensor]] = {order: [] for order in self.job.orders}
+        done: list[int] = []
+        failed = 0
+        for k, row in enumerate(rows):
+            try:
+                found, mode = self._one(tensors, k, rows[k : k + 1])
+            except MissingCell:
+                continue
+            except PlanError:
+                raise
+            except Exception as error:
+                failed += 1
+                self.sink.fail(int(row), error)
+                if not len(self.sink.wanted(rows[k + 1 :])):
+                    break
+            else:
+                failed += mode.raised is not None
+                done.append(k)
+                for order in self.job.orders:
+                    results[order].append(found[order])
+        for order, values in results.items():
+            _put_each(self.sink, order, rows[done], values)
+        return failed
+
+    def _one(self, tensors: Mapping[Hashable, Tensor], k: int, row: Rows) -> tuple[dict[Order, Tensor], RowMode]:
+        """Row `k` of `tensors`, which is `row` of the part."""
+        job = self.job
+        given = {name: tensor[k] for name, tensor in tensors.items()}
+        leaves = {name: given[name].detach().requires_grad_() for name in job.named if name in given}
+        mode = RowMode(list(leaves.values()))
+        mode.named = leaves
+        given.update({name: leaf.clone() for name, leaf in leaves.items()})
+        if job.options.randomness == "same":
+            torch.manual_seed(job.seed)
+        before = torch.get_rng_state() if job.options.randomness == "error" else None
+        try:
+            with mode:
+                result = job.call(given, mode, row)
+        finally:
+            if before is not None and not torch.equal(before, torch.get_rng_state()):
+                torch.set_rng_state(before)
+                raise _random(job) from None
+        if mode.missing:
+            raise MissingCell
+        if mode.cut is not None:
+            raise mode.cut
+        return _derivatives(_output(result, job), mode.named, job, lead=0), mode
+
+
+def first_not_finite(job: Job, row: int) -> str | None:
+    """The operation and line that made the gradient of `row` not finite."""
+    position = np.array([row])
+    given = {name: tensor[0] for name, tensor in _tensors(job.arrays(position), job.device).items()}
+    leaves = {name: given[name].detach().requires_grad_() for name in job.named if name in given}
+
+    def call(columns: Mapping[Hashable, Tensor], mode: RowMode) -> Tensor:
+        mode.named = dict(leaves)
+        with mode:
+            return _output(job.call({**given, **columns}, mode, position), job)
+
+    return _anomaly.first_not_finite(leaves, call)
+
+
+# --- judging what comes back ------------------------------------------------------------------------------------------
+
+
+def _output(result: Any, job: Job) -> Tensor:
+    """What the row function returned, as a tensor: () a number, or a vector where that is allowed."""
+    if isinstance(result, bool | int | float | np.bool_ | np.integer | np.floating):
+        return torch.tensor(float(result), device=job.device)
+    if not isinstance(result, Tensor):
+        shown = "None (is there a return?)" if result is None else f"a {type(result).__name__}"
+        raise TypeError(f"the row function returned {shown}: return one number, a tensor of shape ()")
+    if result.is_complex():
+        raise TypeError("the row function returned a complex number: a gradient needs a real one, such as abs() or .real")
+    if result.shape == (1,) or (result.numel() == 1 and not job.vectors):
+        return result.reshape(())
+    if result.dim() and not job.vectors:
+        raise TypeError(
+            f"the row function returned a tensor of shape {tuple(result.shape)}, and a gradient needs one number: reduce it, as by "
+            "sum(). Its Jacobian is what dg.derivatives(data, fn, {'jacobian': 'x'}) gives."
+        )
+    return result
+
+
+def _derivatives(output: Tensor, leaves: Mapping[Hashable, Tensor], job: Job, lead: int) -> dict[Order, Tensor]:
+    """The derivatives asked for, or a GraphError where no argument named in the call reaches the output."""
+    differentiable = output.requires_grad and (output.is_floating_point() or output.is_complex())
+    source = output if differentiable else output.detach().to(torch.get_default_dtype())
+    results, reached = derive(source, leaves, job.orders, lead)
+    must = bool(job.named) and not reached and not job.options.allow_unused
+    if must and not (differentiable and reaches(output, list(leaves.values()))):
+        raise GraphError(
+            f"no argument that was asked for ({', '.join(map(str, job.named))}) reaches what the row function returned: it is a "
+            "constant there. allow_unused=True gives zeros."
+        )
+    return results
+
+
+def _refused(why: str, cause: Exception | None = None) -> Exception:
+    error = RuntimeError(f'engine="vmap" cannot run this as a batch ({why}): engine="auto" or "loop" can')
+    error.__cause__ = cause
+    return error
+
+
+def _random(job: Job) -> PlanError:
+    return PlanError(
+        "the row function draws random numbers, which is refused unless it is meant: randomness='different' draws anew for each row, "
+        "randomness='same' gives every row the same draw; seed= makes the column repeatable"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0][:200]
+
+
+# --- tensors and arrays -----------------------------------------------------------------------------------------------
+
+
+def _tensors(arrays: Arrays, device: torch.device) -> dict[Hashable, Tensor]:
+    return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+
+
+def _array(tensor: Tensor) -> NDArray[Any]:
+    """Plain numbers: never attached to a graph."""
+    array: NDArray[Any] = tensor.detach().resolve_conj().resolve_neg().cpu().numpy()
+    return array
+
+
+def _put_each(sink: Sink, order: Order, rows: Rows, values: list[Tensor]) -> None:
+    """Results of single rows, together where their shapes agree."""
+    shapes = {value.shape for value in values}
+    if len(shapes) == 1:
+        sink.put(order, rows, _array(torch.stack([value.detach() for value in values])))
+    else:
+        for row, value in zip(rows, values, strict=True):
+            sink.put(order, np.array([row]), _array(value.detach()[None]))

@@ -1,0 +1,526 @@
+"""What a torch call means while a row function runs: a cut, a question to the rows, a fresh buffer.
+
+A torch function mode sees every call that `fn` makes. Row at a time, and in a batch alike,
+
+- a differentiated value that leaves torch (`float(x)`, `x.item()`, `torch.tensor(x)`, …) is a cut: a `GraphError` that names the line;
+- in a batch, a Python value made of a tensor (`if x > 0`, `int(n)`, `f"{x}"`) is a question that each row answers for itself.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+import os
+import sys
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from . import _recurrent
+from ._autograd import reaches
+from ._errors import GraphError
+from ._paths import Paths, TooLarge, Unbatchable
+
+_functorch: Any = torch._C._functorch
+_Handler = Callable[["RowMode", Any, tuple[Any, ...], dict[str, Any]], Any]
+_INSIDE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+
+
+class RowMode(TorchFunctionMode):
+    """Watches one call of the row function: on one row, or (with `paths`) on a batch of rows under vmap.
+
+    Attributes:
+        leaves: the differentiated arguments.
+        cut: the first cut that was found, also where `fn` caught the exception.
+        raised: an exception of torch that passed through, also where `fn` caught it.
+        missing: the row read a missing value.
+        named: the differentiated arguments by name.
+        level: the vmap level of the batch.
+        nbytes: what the calls' results hold, views counted too; past `limit` the run ends.
+    """
+
+    def __init__(self, leaves: Sequence[Tensor], paths: Paths | None = None, *, fresh: bool = False, limit: float = math.inf) -> None:
+        super().__init__()
+        self.leaves, self.paths, self.fresh, self.limit = list(leaves), paths, fresh, limit
+        self.cut: GraphError | None = None
+        self.raised: Exception | None = None
+        self.missing = False
+        self.level = -1
+        self.named: dict[Hashable, Tensor] = {}
+        self.nbytes = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        handler = _HANDLERS.get(func)
+        try:
+            if handler is not None:
+                result = handler(self, func, args, kwargs)
+            elif self.fresh and func in _FACTORIES:
+                result = self.own(func(*args, **kwargs))
+            else:
+                result = func(*args, **kwargs)
+        except GraphError:
+            raise
+        except Exception as error:
+            self.raised = self.raised or error
+            raise
+        if self.paths is not None and isinstance(result, Tensor):
+            self._weigh(result)
+        return result
+
+    def _weigh(self, result: Tensor) -> None:
+        assert self.paths is not None
+        self.nbytes += _nbytes(result)
+        if self.nbytes > self.limit and len(self.paths.rows) > 1:
+            self.paths.stop(TooLarge())
+
+    # what a tensor is
+
+    def of_rows(self, tensor: Any) -> Tensor | None:
+        """The value of a batched tensor with the rows in front, (rows, *shape); None for one that is the same for every row."""
+        if self.paths is None or not isinstance(tensor, Tensor):
+            return None
+        axis = None
+        while _functorch.is_functorch_wrapped_tensor(tensor):
+            if _functorch.is_batchedtensor(tensor):
+                if axis is not None or _functorch.maybe_get_level(tensor) != self.level:
+                    return None  # batched by a vmap of the row function's own
+                axis = _functorch.maybe_get_bdim(tensor)
+            tensor = _functorch.get_unwrapped(tensor)
+        return None if axis is None else tensor.movedim(axis, 0)
+
+    def differentiated(self, tensor: Any) -> bool:
+        """Whether a gradient that was asked for would flow through `tensor`."""
+        if not isinstance(tensor, Tensor) or not torch.is_grad_enabled():
+            return False
+        bottom = _bottom(tensor)
+        return bottom.requires_grad and reaches(bottom, self.leaves)
+
+    # what is to be done about it
+
+    def refuse(self, what: str) -> None:
+        """Raise for a differentiated value that leaves torch by `what`, at the user's line."""
+        self.cut = self.cut or GraphError(
+            f"{users_line()}: {what} takes a differentiated value out of torch, so no gradient could pass. Use the torch operation "
+            "instead (torch.exp for math.exp), compare tensors with tensors, or write x.detach() where the value is meant to be a "
+            "constant."
+        )
+        raise self.cut
+
+    def unbatchable(self, why: str) -> NoReturn:
+        """End the run: rows on this path go one by one."""
+        assert self.paths is not None
+        self.paths.stop(Unbatchable(why))
+
+    def own(self, result: Any) -> Any:
+        """A copy of a fresh buffer for each row, so that rows can write into it."""
+        if not isinstance(result, Tensor) or self.paths is None or _functorch.is_functorch_wrapped_tensor(result):
+            return result
+        count = len(self.paths.rows)
+        copies = result.expand(count, *result.shape).clone()
+        return _functorch._add_batch_dim(copies, 0, self.level)
+
+
+def _bottom(tensor: Tensor) -> Tensor:
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def _nbytes(tensor: Tensor) -> int:
+    bottom = _bottom(tensor)
+    return bottom.numel() * bottom.element_size()
+
+
+def users_line() -> str:
+    """File, line and source of the innermost frame that is neither torch's nor daskgrad's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        frame = frame.f_back
+    name, number = frame.f_code.co_filename, frame.f_lineno
+    source = linecache.getline(name, number, frame.f_globals).strip()
+    return f"{name}:{number}" + (f" `{source}`" if source else "")
+
+
+# --- a value leaves torch ---------------------------------------------------------------------------------------------
+
+
+def _leaves_as(what: str) -> _Handler:
+    def leaves(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if mode.differentiated(args[0]):
+            mode.refuse(what)
+        rows = mode.of_rows(args[0])
+        if rows is None:
+            return func(*args, **kwargs)
+        if rows.dim() > 1 and what not in ("float()", ".item()"):
+            mode.unbatchable(f"{what} of a vector")
+        return _answer(mode, rows, func, args)
+
+    return leaves
+
+
+def _answer(mode: RowMode, rows: Tensor, func: Any, args: tuple[Any, ...]) -> Any:
+    """The Python value of a one-element tensor in each row."""
+    assert mode.paths is not None
+    if rows[0].numel() != 1:
+        return func(*args)  # torch's own error
+    return mode.paths.ask(lambda: _numbers(rows))
+
+
+def _numbers(rows: Tensor) -> np.ndarray[Any, Any]:
+    return rows.detach().reshape(len(rows)).resolve_conj().resolve_neg().cpu().numpy()
+
+
+def _plain(tensor: Any) -> Any:
+    """`tensor` without its graph: torch warns where a Python value is made of one that requires a gradient."""
+    return tensor.detach() if isinstance(tensor, Tensor) and tensor.requires_grad else tensor
+
+
+def _truth(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    rows = mode.of_rows(args[0])
+    return func(*args, **kwargs) if rows is None else bool(_answer(mode, rows != 0, func, args))
+
+
+def _whole(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    rows = mode.of_rows(args[0])
+    if rows is None:
+        return func(_plain(args[0]), **kwargs)
+    if func is Tensor.__index__ and (rows.is_floating_point() or rows.is_complex()):
+        return func(rows[0].detach())  # torch's own error
+    if rows[0].numel() != 1:
+        return func(*args, **kwargs)
+    assert mode.paths is not None
+
+    def whole() -> np.ndarray[Any, Any]:
+        numbers = _numbers(rows)
+        if numbers.dtype.kind == "f" and not (np.abs(numbers) < 2.0**62).all():
+            mode.unbatchable("int() of a value that is not finite, or huge")
+        return numbers.astype(np.int64)
+
+    return int(mode.paths.ask(whole))
+
+
+def _text(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    rows = mode.of_rows(args[0])
+    if rows is None or mode.paths is None:
+        return func(_plain(args[0]), *args[1:], **kwargs)
+    return mode.paths.ask(lambda: np.array([func(row, *args[1:], **kwargs) for row in rows.detach()], dtype=object))
+
+
+def _contains(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _together(mode, func, args, kwargs, lambda whole, one: (whole == one).any())
+
+
+def _equal(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if isinstance(args[1], Tensor) and args[0].shape != args[1].shape:
+        return False
+    return _together(mode, func, args, kwargs, lambda a, b: (a == b).all())
+
+
+def _allclose(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _together(mode, func, args[:2], kwargs, lambda a, b: torch.isclose(a, b, *args[2:], **kwargs).all(), whole=args)
+
+
+def _together(
+    mode: RowMode,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    truth: Callable[[Tensor, Tensor], Tensor],
+    whole: tuple[Any, ...] | None = None,
+) -> Any:
+    """The truth of two tensors together, as a question."""
+    if mode.of_rows(args[0]) is None and mode.of_rows(args[1]) is None:
+        return func(*(whole or args), **kwargs)
+    answer = truth(args[0], args[1])
+    rows = mode.of_rows(answer)
+    assert mode.paths is not None
+    return bool(answer) if rows is None else bool(mode.paths.ask(lambda: _numbers(rows)))
+
+
+# --- a value is copied without its graph ------------------------------------------------------------------------------
+
+
+def _tensors_in(data: Any) -> Iterator[Tensor]:
+    if isinstance(data, Tensor):
+        yield data
+    elif isinstance(data, list | tuple):
+        for item in data:
+            yield from _tensors_in(item)
+
+
+def _literal(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.tensor(data)`, `x.new_tensor(data)`: copies values, never the graph."""
+    data = args[-1] if args else kwargs.get("data")
+    tensors = list(_tensors_in(data))
+    if any(mode.differentiated(tensor) for tensor in tensors):
+        mode.refuse(f"{func.__name__}()")
+    if any(mode.of_rows(tensor) is not None for tensor in tensors):
+        made = _stacked(data)
+        return made.to(kwargs["dtype"]) if kwargs.get("dtype") is not None else made
+    result = func(*args, **kwargs)
+    return mode.own(result) if mode.fresh else result
+
+
+def _stacked(data: Any) -> Tensor:
+    """What `torch.tensor(data)` is, where `data` holds batched tensors that are constants for the gradient."""
+    if isinstance(data, Tensor):
+        return data.detach().clone()
+    if not isinstance(data, list | tuple):
+        return torch.tensor(data)
+    parts = [_stacked(item) for item in data]
+    dtype = parts[0].dtype
+    for part in parts[1:]:
+        dtype = torch.promote_types(dtype, part.dtype)
+    return torch.stack([part.to(dtype) for part in parts])
+
+
+def _of_list(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`as_tensor`, `asarray`: keep the graph of a tensor, cut that of a list of tensors."""
+    data = args[0] if args else next(iter(kwargs.values()), None)
+    if isinstance(data, list | tuple):
+        return _literal(mode, func, args, kwargs)
+    return func(*args, **kwargs)
+
+
+def _takes_numbers(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`linspace`, `arange`, `full`: a tensor given as a number loses its graph."""
+    numbers = args[1:] if func in (torch.full_like, Tensor.new_full) else args
+    if any(mode.differentiated(value) for value in [*numbers, *kwargs.values()]):
+        mode.refuse(f"{func.__name__}()")
+    result = func(*args, **kwargs)
+    return mode.own(result) if mode.fresh else result
+
+
+# --- attributes that vmap hides ---------------------------------------------------------------------------------------
+
+
+def _data(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    wrapped = _functorch.is_functorch_wrapped_tensor(args[0])
+    return args[0].detach() if wrapped else func(*args, **kwargs)
+
+
+def _of_bottom(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(args[0] if mode.of_rows(args[0]) is None else _bottom(args[0]), *args[1:], **kwargs)
+
+
+# --- what looks at requires_grad inside torch, where the mode cannot answer --------------------------------------------
+
+
+def _never_batched(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if any(mode.of_rows(tensor) is not None for tensor in _tensors_in([*args, *kwargs.values()])):
+        mode.unbatchable(f"torch's {func.__name__} would take a batch for a constant")
+    return func(*args, **kwargs)
+
+
+def _select_scatter(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.select_scatter` by its meaning: the gradient of torch's own is silently wrong where a batch is differentiated."""
+    if all(mode.of_rows(tensor) is None for tensor in _tensors_in([*args, *kwargs.values()])):
+        return func(*args, **kwargs)
+    given = dict(zip(("input", "src", "dim", "index"), args, strict=False)) | kwargs
+    whole, dim, index = given["input"], given["dim"], given["index"]
+    size, rest = whole.shape[dim], [*whole.shape]
+    rest.pop(dim)
+    if not -size <= index < size or [*given["src"].shape] != rest:
+        return func(*args, **kwargs)  # torch's own error
+    here = torch.arange(size, device=whole.device) == index % size
+    shape = [1] * whole.dim()
+    shape[dim] = -1
+    return torch.where(here.reshape(shape), given["src"].unsqueeze(dim), whole)
+
+
+# --- reductions whose gradient at a tie vmap shares out otherwise ------------------------------------------------------
+
+
+def _extreme(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`x.max()` shares its gradient among equal elements; vmap gives it to one of them. `amax` shares it in both."""
+    if len(args) > 1 or kwargs or mode.of_rows(args[0]) is None or args[0].dim() == 0:
+        return func(*args, **kwargs)
+    return torch.amax(args[0]) if func in (torch.max, Tensor.max) else torch.amin(args[0])
+
+
+def _middle(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`x.median()`: likewise."""
+    if len(args) > 1 or kwargs or mode.of_rows(args[0]) is None or args[0].dim() == 0:
+        return func(*args, **kwargs)
+    tensor = args[0]
+    middle = func(tensor.detach())
+    equal = (tensor == middle) | (tensor.isnan() & middle.isnan())
+    shared = torch.where(equal, tensor, torch.zeros_like(tensor)).sum() / equal.sum()
+    return torch.where(middle.isnan(), shared, middle + (shared - shared.detach()))
+
+
+# --- sizes that depend on values --------------------------------------------------------------------------------------
+
+
+def _nonzero(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    rows = mode.of_rows(args[0])
+    if rows is None or len(args) > 1 or "out" in kwargs:
+        return func(*args, **kwargs)
+    found = _places(mode, args[0] != 0, rows.shape[1:])
+    return tuple(found.unbind(1)) if kwargs.get("as_tuple") else found
+
+
+def _where(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if len(args) == 1 and not kwargs and mode.of_rows(args[0]) is not None:
+        return _nonzero(mode, func, args, {"as_tuple": True})
+    return func(*args, **kwargs)
+
+
+def _getitem(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, key = args
+    if isinstance(key, Tensor) and key.dtype in (torch.bool, torch.uint8) and mode.of_rows(key) is not None:
+        return _masked(mode, tensor, key)
+    return func(*args, **kwargs)
+
+
+def _masked_select(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if len(args) != 2 or mode.of_rows(args[1]) is None:
+        return func(*args, **kwargs)
+    return _masked(mode, *torch.broadcast_tensors(*args))
+
+
+def _masked(mode: RowMode, tensor: Tensor, mask: Tensor) -> Tensor:
+    """`tensor[mask]` in rows that have equally many places to show."""
+    shape = mask.shape
+    if tensor.shape[: len(shape)] != shape:
+        mode.unbatchable("a mask of another shape")
+    index = _flat_places(mode, mask)  # (count,)
+    rest = tensor.shape[len(shape) :]
+    flat = tensor.reshape(-1, *rest)
+    index = index.reshape(-1, *[1] * len(rest)).expand(-1, *rest)
+    return torch.gather(flat, 0, index)
+
+
+def _flat_places(mode: RowMode, mask: Tensor) -> Tensor:
+    """The flat indices of what is true, in rows that have equally many: (count,)."""
+    flat = (mask != 0).reshape(-1)
+    counts = mode.of_rows(flat.sum(-1))
+    assert counts is not None and mode.paths is not None
+    count = int(mode.paths.ask(lambda: _numbers(counts)))
+    order = torch.argsort((~flat).to(torch.uint8), stable=True)
+    return order[:count]
+
+
+def _places(mode: RowMode, mask: Tensor, shape: Sequence[int]) -> Tensor:
+    """The indices of what is true: (count, dims)."""
+    index = _flat_places(mode, mask)
+    axes = []
+    for size in reversed(shape):
+        axes.append(index % size)
+        index = index // size
+    if not axes:
+        return index.new_zeros((index.shape[0], 0)) if math.prod(index.shape) else index.reshape(0, 0)
+    return torch.stack(axes[::-1], dim=-1)
+
+
+# --- recurrent layers -------------------------------------------------------------------------------------------------
+
+
+def _recur(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A recurrent layer or cell by its formula, where anything in it differs from row to row."""
+    if kwargs or all(mode.of_rows(tensor) is None for tensor in _tensors_in(args)):
+        return func(*args, **kwargs)
+    name = func.__name__
+    result = _recurrent.cell(name, args) if name.endswith("cell") else _recurrent.layer(name, args)
+    return func(*args) if result is NotImplemented else result
+
+
+def _attend(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Attention by its formula: the fused kernel has no batching rule."""
+    if all(mode.of_rows(tensor) is None for tensor in _tensors_in([*args, *kwargs.values()])):
+        return func(*args, **kwargs)
+    return torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0]
+
+
+_BLIND = [getattr(torch.nn.functional, name) for name in ("linear_cross_entropy",) if hasattr(torch.nn.functional, name)]
+
+
+def _getter(attribute: str) -> Any:
+    """What reading an attribute of a tensor calls."""
+    return getattr(Tensor, attribute).__get__
+
+
+_HANDLERS: dict[Any, _Handler] = {
+    Tensor.__float__: _leaves_as("float()"),
+    Tensor.item: _leaves_as(".item()"),
+    Tensor.tolist: _leaves_as(".tolist()"),
+    Tensor.numpy: _leaves_as(".numpy()"),
+    Tensor.__array__: _leaves_as("a NumPy conversion"),
+    Tensor.__complex__: _leaves_as("complex()"),
+    Tensor.__dlpack__: _leaves_as("a DLPack export"),
+    Tensor.__bool__: _truth,
+    Tensor.is_nonzero: _truth,
+    torch.is_nonzero: _truth,
+    Tensor.__int__: _whole,
+    Tensor.__index__: _whole,
+    Tensor.__format__: _text,
+    Tensor.__repr__: _text,
+    Tensor.__contains__: _contains,
+    torch.equal: _equal,
+    Tensor.equal: _equal,
+    torch.allclose: _allclose,
+    Tensor.allclose: _allclose,
+    torch.tensor: _literal,
+    torch.scalar_tensor: _takes_numbers,
+    Tensor.new_tensor: _literal,
+    torch.as_tensor: _of_list,
+    torch.asarray: _of_list,
+    torch.linspace: _takes_numbers,
+    torch.logspace: _takes_numbers,
+    torch.arange: _takes_numbers,
+    torch.range: _takes_numbers,
+    torch.full: _takes_numbers,
+    torch.full_like: _takes_numbers,
+    Tensor.new_full: _takes_numbers,
+    _getter("data"): _data,
+    _getter("requires_grad"): _of_bottom,
+    _getter("grad_fn"): _of_bottom,
+    _getter("is_leaf"): _of_bottom,
+    **{getattr(torch, name): _recur for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    **{getattr(torch, f"{name}_cell"): _recur for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    torch.nn.functional.scaled_dot_product_attention: _attend,
+    **dict.fromkeys(_BLIND, _never_batched),
+    torch.select_scatter: _select_scatter,
+    Tensor.select_scatter: _select_scatter,
+    torch.max: _extreme,
+    Tensor.max: _extreme,
+    torch.min: _extreme,
+    Tensor.min: _extreme,
+    torch.median: _middle,
+    Tensor.median: _middle,
+    torch.nanmedian: _middle,
+    Tensor.nanmedian: _middle,
+    torch.nonzero: _nonzero,
+    Tensor.nonzero: _nonzero,
+    torch.argwhere: _nonzero,
+    Tensor.argwhere: _nonzero,
+    torch.where: _where,
+    Tensor.__getitem__: _getitem,
+    torch.masked_select: _masked_select,
+    Tensor.masked_select: _masked_select,
+}
+
+_FACTORIES = frozenset(
+    {
+        torch.zeros,
+        torch.ones,
+        torch.empty,
+        torch.eye,
+        torch.zeros_like,
+        torch.ones_like,
+        torch.empty_like,
+        torch.clone,
+        torch.tril_indices,
+        torch.triu_indices,
+        Tensor.new_zeros,
+        Tensor.new_ones,
+        Tensor.new_empty,
+        Tensor.clone,
+        Tensor.detach,
+    }
+)

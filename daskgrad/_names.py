@@ -1,0 +1,29 @@
+"""Names and lists as messages show them."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+
+def function_name(fn: Callable[..., Any]) -> str:
+    """The name a user knows the function by."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    name = getattr(fn, "__name__", None) or type(fn).__name__
+    return "lambda" if name == "<lambda>" else str(name)
+
+
+def nearest(name: Hashable, possible: Iterable[Hashable]) -> str:
+    """` Did you mean 'spot'?`, or nothing where none is near."""
+    found = difflib.get_close_matches(str(name), [str(p) for p in possible], n=1)
+    return f" Did you mean {found[0]!r}?" if found else ""
+
+
+def listing(names: Iterable[Hashable], most: int = 20) -> str:
+    """`'a', 'b', 'c'`, cut where there are too many to read."""
+    shown = [repr(name) for name in names]
+    rest = len(shown) - most
+    return ", ".join(shown[:most]) + (f", … ({rest} more)" if rest > 0 else "") if shown else "none"

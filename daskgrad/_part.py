@@ -1,0 +1,133 @@
+"""One part: cells → tensors → columns. The one function that every carrier runs.
+
+run            the part's cells (_table), rows with a missing value set aside
+  _solve       rows that are alike: their derivatives (_kernel)
+               rows back in their place, failures named (_result)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from . import _kernel
+from ._ambient import neutral
+from ._cells import ArrayKind, StaticKind
+from ._errors import PlanError
+from ._mode import RowMode
+from ._names import function_name
+from ._paths import Rows
+from ._plan import Plan
+from ._records import ABSENT
+from ._result import Result
+from ._row import RowView, complete
+from ._shared import Shared
+from ._table import Cast, Group, Table, as_slice, dtypes_of, kind_of
+
+
+def run(plan: Plan, part: pd.DataFrame | pd.Series, partition: int | None) -> pd.Series | pd.DataFrame:
+    """The result of `plan` for one part: `part`'s index, in `part`'s order."""
+    result = Result(plan, part, partition)
+    if len(part):
+        table = Table(plan, part)
+        device = _device(plan)
+        for group in table.groups():
+            _solve(plan, table, group, device, result)
+    return result.finish()
+
+
+def _solve(plan: Plan, table: Table, group: Group, device: torch.device, result: Result) -> None:
+    kinds = {a.name: table.argument(a).kind(group.codes[a.name]) for a in plan.inputs} if group.codes else {}
+    absent = [a for a in plan.inputs if getattr(kinds.get(a.name), "value", None) is ABSENT]
+    if absent:
+        for row in group.rows:
+            result.fail(int(row), KeyError(f"the record has no {absent[0].columns[0]!r}, which feeds {absent[0].name!r}"))
+        return
+    for name in plan.named:
+        if isinstance(kind := kinds.get(name), StaticKind):
+            raise PlanError(_static_refused(plan, name, kind.value))
+    shared = Shared.of(plan, device)
+    cast = Cast(plan, shared.dtype, list(kinds.values()) if kinds else [kind_of(t) for t in dtypes_of(table.part)])
+    random = plan.options.randomness != "error"
+    job = _kernel.Job(
+        rows=group.rows,
+        arrays=_arrays(plan, table, kinds, cast),
+        call=_caller(plan, table, kinds, cast, shared),
+        named=plan.named,
+        orders=result.orders,
+        options=plan.options,
+        device=device,
+        vectors=plan.output != "number",
+        seed=table.seed() + int(group.rows[0]) if random else 0,
+    )
+    with neutral(cast.default, device, exclusive=random):
+        if random:
+            torch.manual_seed(job.seed)
+        _kernel.solve(job, result)
+        if plan.options.detect_anomaly:
+            _name_anomalies(job, result)
+
+
+def _name_anomalies(job: _kernel.Job, result: Result) -> None:
+    """What made a gradient not finite, for the rows where one is: the first of them, or up to a thousand to be told of."""
+    rows = job.rows[result.not_finite(job.rows)]
+    for row in result.wanted(rows)[: 1000 if result.null else 1]:
+        where = _kernel.first_not_finite(job, int(row))
+        if where is not None:
+            result.anomaly(int(row), f"gradient not finite: {where}")
+
+
+def _static_refused(plan: Plan, name: Hashable, value: Any) -> str:
+    return (
+        f"the derivative by {name!r} of {function_name(plan.fn)} is asked for, but its column holds {value!r}, a "
+        f"{type(value).__name__}, which cannot be differentiated"
+    )
+
+
+def _arrays(plan: Plan, table: Table, kinds: Mapping[Hashable, ArrayKind | StaticKind], cast: Cast) -> Callable[[Rows], _kernel.Arrays]:
+    arguments = [a for a in plan.inputs if isinstance(kinds.get(a.name), ArrayKind)]
+
+    def arrays(rows: Rows) -> _kernel.Arrays:
+        return {a.name: cast(a.name, table.argument(a).take(as_slice(rows))) for a in arguments}
+
+    return arrays
+
+
+def _caller(
+    plan: Plan,
+    table: Table,
+    kinds: Mapping[Hashable, ArrayKind | StaticKind],
+    cast: Cast,
+    shared: Shared,
+) -> _kernel.Call:
+    """Calls the row function with tensors for what columns feed, and all its other arguments."""
+    signature = plan.signature
+    statics = {name: kind.value for name, kind in kinds.items() if isinstance(kind, StaticKind)}
+    fixed: dict[Any, Any] = {**signature.defaults, **statics}
+    free = next((n for n in signature.names if n not in shared.values and n not in signature.defaults), None)
+    free = free if free is not None else signature.names[0]
+
+    def call(columns: Mapping[Hashable, Tensor], mode: RowMode, rows: Rows) -> Any:
+        given: dict[Any, Any] = {**fixed, **shared.for_call(mode), **columns}
+        view = None
+        if plan.form == "row":
+            view = given[free] = RowView(table, cast, mode, rows, plan.named)
+        result = plan.fn(*[given[name] for name in signature.positional], **{name: given[name] for name in signature.keyword})
+        if view is not None:
+            complete(view)
+        return result
+
+    return call
+
+
+def _device(plan: Plan) -> torch.device:
+    asked = plan.options.device or "cpu"
+    if asked == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if asked.startswith("cuda") and not torch.cuda.is_available():
+        raise PlanError(f'device={asked!r} is asked for, but torch finds no CUDA device here. Use device="auto" or "cpu".')
+    return torch.device(asked)

@@ -1,0 +1,498 @@
+"""The plan: everything that is decided before data is touched. Every mistake of the call is raised here.
+
+A plan is a plain immutable value that travels to the workers; torch is not needed to make one.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+
+from . import _cells, _columns
+from ._derivative import Derivative, Problem, arguments_of
+from ._errors import PlanError
+from ._names import function_name, listing, nearest
+from ._options import Options
+
+Form = Literal["columns", "row", "value"]
+
+
+@dataclass(frozen=True)
+class Input:
+    """One column argument of the row function and what feeds it.
+
+    Attributes:
+        name: the argument.
+        columns: the labels that feed it; several only where `stacked`. In a Series or a Bag: its one label.
+        stacked: the columns are stacked into a vector, `inputs={"x": ["f0", "f1"]}`.
+        position: where a Bag's tuple holds it.
+        default: what a Bag's record without this key means, or `inspect.Parameter.empty`.
+    """
+
+    name: Hashable
+    columns: tuple[Hashable, ...]
+    stacked: bool = False
+    position: int = 0
+    default: Any = inspect.Parameter.empty
+
+    @property
+    def label(self) -> Hashable:
+        """The name of a result taken with respect to this argument."""
+        return self.name if self.stacked else self.columns[0]
+
+
+@dataclass(frozen=True)
+class Output:
+    """One column of the result: its label and dtype, and which part of which derivative it holds."""
+
+    label: Hashable
+    derivative: Derivative
+    dtype: Any
+    component: int | None = None
+
+
+@dataclass(frozen=True)
+class Signature:
+    """How to call the row function: names in order; keyword-only arguments by keyword."""
+
+    positional: tuple[str, ...]
+    keyword: tuple[str, ...]
+    defaults: Mapping[str, Any]
+    known: bool = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.positional + self.keyword
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        return tuple(name for name in self.names if name not in self.defaults)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to compute, for any part of the data.
+
+    Attributes:
+        fn: the row function.
+        signature: how it is called.
+        form: "columns": arguments find columns · "row": `fn` gets the whole row · "value": the data is one column of values.
+        inputs: the column arguments; in the row form one for each column that may be differentiated.
+        shared: the shared arguments.
+        outputs: the columns of the result.
+        named: the arguments named anywhere in the call, also in columns that Dask has dropped since.
+        asked: the derivatives named anywhere in the call, likewise.
+        single: the result is a Series.
+        output: what `fn` returns. "number" (a gradient is asked for), "vector" (Jacobians, in object columns), or "any": numbers
+            are expected, but where the result is made at once it may turn out to be vectors.
+        bag: parts are lists of records.
+        options: the options of the call.
+    """
+
+    fn: Callable[..., Any]
+    signature: Signature
+    form: Form
+    inputs: tuple[Input, ...]
+    shared: Mapping[str, Any]
+    outputs: tuple[Output, ...]
+    named: tuple[Hashable, ...]
+    asked: tuple[Derivative, ...]
+    single: bool
+    output: Literal["number", "vector", "any"]
+    bag: bool
+    options: Options
+    columns: list[Hashable] | None = field(default=None)
+    version: str = ""
+
+    @property
+    def title(self) -> str:
+        """The name that tasks carry on the dashboard."""
+        return f"grad-{function_name(self.fn)}"
+
+    @property
+    def rowwise(self) -> bool:
+        """Whether a row's result depends on that row alone, so that a filter may go below it."""
+        return self.options.randomness == "error"
+
+    @property
+    def derivatives(self) -> tuple[Derivative, ...]:
+        """The distinct derivatives to compute."""
+        return tuple(dict.fromkeys(output.derivative for output in self.outputs))
+
+    def only(self, labels: Iterable[Hashable]) -> Plan:
+        """The same plan for some of its result columns."""
+        wanted = set(labels)
+        return replace(self, outputs=tuple(output for output in self.outputs if output.label in wanted))
+
+    def meta(self, empty: pd.DataFrame | pd.Series) -> pd.Series | pd.DataFrame:
+        """The empty result for the empty input `empty`: names, dtypes, index."""
+        index = empty.index[:0]
+        return self.assemble([_columns.empty(output.dtype, index, output.label) for output in self.outputs], index)
+
+    def assemble(self, columns: Sequence[pd.Series], index: pd.Index) -> pd.Series | pd.DataFrame:
+        """The result made of its columns."""
+        if self.single:
+            return columns[0]
+        frame = pd.concat(columns, axis=1) if columns else pd.DataFrame(index=index)
+        frame.columns = pd.Index([output.label for output in self.outputs], tupleize_cols=False)
+        return frame
+
+    def run(self, part: pd.DataFrame | pd.Series, partition: int | None) -> pd.Series | pd.DataFrame:
+        """The result for one part."""
+        from ._part import run
+
+        return run(self, part, partition)
+
+    def records(self, records: list[Any]) -> pd.DataFrame:
+        """A Bag's partition as a part."""
+        from ._records import frame_of
+
+        return frame_of(self, records)
+
+
+# --- making a plan ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is known of the data before it is touched.
+
+    Attributes:
+        kind: "frame", "series" or "bag".
+        empty: an empty frame or Series with the data's labels and dtypes; of a Bag, what its literal records tell of the arguments.
+        labels: the column labels, None where they are not known (a Bag).
+        records: a Bag's records, where they lie literally in its graph.
+    """
+
+    kind: Literal["frame", "series", "bag"]
+    empty: pd.DataFrame | pd.Series
+    labels: list[Hashable] | None
+    records: list[Any] | None = None
+
+
+def make(
+    source: Source,
+    fn: Callable[..., Any],
+    wanted: Callable[[tuple[Input, ...], Form], list[tuple[Hashable | None, Derivative]]],
+    *,
+    inputs: Mapping[str, Any] | None,
+    shared: Mapping[str, Any] | None,
+    options: Options,
+    single: bool,
+    output: Literal["number", "vector", "any"],
+    row_wrt: Sequence[Hashable],
+) -> Plan:
+    """The plan for `fn` on `source`.
+
+    `wanted` is called with the bound inputs and says which derivatives are asked for, with the label of each or None for the label
+    of the column. `row_wrt` are the names asked for, in case `fn` gets whole rows and they are columns.
+    """
+    if not callable(fn):
+        raise PlanError(f"the row function is a {type(fn).__name__}, {fn!r}: pass a function of one row")
+    signature = signature_of(fn)
+    inputs, shared = dict(inputs or {}), dict(shared or {})
+    _check_names(fn, signature, inputs, shared)
+    form, bound = _bind(source, fn, signature, inputs, shared, row_wrt)
+    if source.kind == "bag":
+        from ._records import empty_of
+
+        source = replace(source, empty=empty_of(source.records or [], bound))
+    asked = wanted(bound, form)
+    named = tuple(dict.fromkeys(name for _, derivative in asked for name in arguments_of(derivative)))
+    by_name = {argument.name: argument for argument in bound}
+    for name in named:
+        _check_differentiable(source, fn, name, by_name, shared)
+    if form == "row":
+        bound = tuple(by_name[name] for name in named)
+    outputs = _outputs(source, asked, by_name, bound, form)
+    if output == "vector":
+        outputs = tuple(o if isinstance(o.derivative, Problem) else replace(o, dtype=np.dtype(object)) for o in outputs)
+    from . import __version__
+
+    return Plan(
+        fn=fn,
+        signature=signature,
+        form=form,
+        inputs=bound,
+        shared=shared,
+        outputs=outputs,
+        named=named,
+        asked=tuple(dict.fromkeys(derivative for _, derivative in asked)),
+        single=single and len(outputs) == 1,
+        output=output,
+        bag=source.kind == "bag",
+        options=options,
+        columns=_read(source, bound, form),
+        version=__version__,
+    )
+
+
+def signature_of(fn: Callable[..., Any]) -> Signature:
+    """How `fn` is called. What `functools.partial` binds is bound; a module is called like its `forward`."""
+    target = getattr(fn, "forward", fn) if _is_module(fn) else fn
+    schema = getattr(target, "schema", None)
+    if schema is not None and hasattr(schema, "arguments"):  # TorchScript
+        names = [argument.name for argument in schema.arguments if argument.name != "self"]
+        return Signature(tuple(names), (), {})
+    try:
+        parameters = inspect.signature(target).parameters
+    except (TypeError, ValueError):  # a C function without one
+        return Signature(("input",), (), {}, known=False)
+    bound = _partially_bound(fn)
+    positional: list[str] = []
+    keyword: list[str] = []
+    defaults: dict[str, Any] = {}
+    for name, parameter in parameters.items():
+        if name in bound or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        (keyword if parameter.kind is parameter.KEYWORD_ONLY else positional).append(name)
+        if parameter.default is not parameter.empty:
+            defaults[name] = parameter.default
+    return Signature(tuple(positional), tuple(keyword), defaults)
+
+
+def _partially_bound(fn: Callable[..., Any]) -> set[str]:
+    bound: set[str] = set()
+    while isinstance(fn, functools.partial):
+        bound |= set(fn.keywords)
+        fn = fn.func
+    return bound
+
+
+def _is_module(value: object) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.nn.Module)
+
+
+def _check_names(fn: Callable[..., Any], signature: Signature, inputs: dict[str, Any], shared: dict[str, Any]) -> None:
+    call = function_name(fn)
+    if not signature.names:
+        raise PlanError(f"{call} takes no named argument, so no column can feed it: write it as a function of one row")
+    for where, mapping in (("inputs", inputs), ("shared", shared)):
+        for name in mapping:
+            if name not in signature.names:
+                raise PlanError(
+                    f"{where} names {name!r}, but {call} has no such argument. Its arguments: "
+                    f"{listing(signature.names)}.{nearest(name, signature.names)}"
+                )
+    both = [name for name in inputs if name in shared]
+    if both:
+        raise PlanError(f"{both[0]!r} is both in inputs and in shared: one of them feeds the argument, not both")
+
+
+def _bind(
+    source: Source,
+    fn: Callable[..., Any],
+    signature: Signature,
+    inputs: dict[str, Any],
+    shared: dict[str, Any],
+    row_wrt: Sequence[Hashable],
+) -> tuple[Form, tuple[Input, ...]]:
+    if source.kind == "series":
+        return "value", (_bind_value(source, fn, signature, inputs, shared),)
+    labels = source.labels
+    free = [name for name in signature.required if name not in inputs and name not in shared]
+    if _takes_whole_row(labels, free, inputs, row_wrt):
+        if not row_wrt:
+            raise PlanError(_row_needs_wrt(fn, free[0], labels))
+        columns = row_wrt if labels is None else list(labels)
+        return "row", tuple(Input(label, (label,)) for label in columns)
+    bound = []
+    for position, name in enumerate(name for name in signature.names if name not in shared):
+        argument = _bind_argument(labels, fn, signature, name, inputs)
+        if argument is not None:
+            bound.append(replace(argument, position=position))
+    return "columns", tuple(bound)
+
+
+def _takes_whole_row(labels: list[Hashable] | None, free: list[str], inputs: dict[str, Any], row_wrt: Sequence[Hashable]) -> bool:
+    """One required argument that names no column gets the whole row. Of a Bag, whose keys are not known, `wrt` tells."""
+    if len(free) != 1 or inputs:
+        return False
+    if labels is None:
+        return bool(row_wrt) and free[0] not in row_wrt
+    return free[0] not in labels and free[0] not in row_wrt
+
+
+def _row_needs_wrt(fn: Callable[..., Any], name: str, labels: list[Hashable] | None) -> str:
+    return (
+        f"{function_name(fn)} has one argument, {name!r}, which names no column, so it gets the whole row, and then wrt must "
+        f"say by which columns to differentiate. The columns: {listing(labels or [])}.{nearest(name, labels or [])}"
+    )
+
+
+def _bind_value(
+    source: Source,
+    fn: Callable[..., Any],
+    signature: Signature,
+    inputs: dict[str, Any],
+    shared: dict[str, Any],
+) -> Input:
+    label: Any = source.empty.name
+    given = list(inputs)
+    free = [name for name in signature.required if name not in shared and name not in given]
+    names = given + free
+    if not names:
+        names = [name for name in signature.names if name not in shared][:1]
+    if len(names) != 1:
+        raise PlanError(
+            f"{function_name(fn)} needs {len(names)} values of each row ({listing(names)}), but the data is a Series, which has "
+            "one: pass a DataFrame, or give the others in shared={...}"
+        )
+    for value in inputs.values():
+        if value != label:
+            raise PlanError(f"inputs asks for the column {value!r}, but the data is a Series named {label!r}")
+    return Input(names[0], (label,))
+
+
+def _bind_argument(
+    labels: list[Hashable] | None, fn: Callable[..., Any], signature: Signature, name: str, inputs: dict[str, Any]
+) -> Input | None:
+    default = signature.defaults.get(name, inspect.Parameter.empty)
+    if name in inputs:
+        return _bind_given(labels, fn, name, inputs[name])
+    if labels is None:
+        return Input(name, (name,), default=default)
+    if name in labels:
+        return Input(name, (name,))
+    if default is not inspect.Parameter.empty:
+        return None
+    raise PlanError(
+        f"{function_name(fn)} has an argument {name!r}, but there is no such column. The columns: {listing(labels)}."
+        f"{nearest(name, labels)} Say where it comes from: inputs={{{name!r}: column}} or shared={{{name!r}: value}}."
+    )
+
+
+def _bind_given(labels: list[Hashable] | None, fn: Callable[..., Any], name: str, given: Any) -> Input:
+    stacked = isinstance(given, list)
+    columns = tuple(given) if stacked else (given,)
+    if not columns:
+        raise PlanError(f"inputs={{{name!r}: []}} names no column")
+    for column in columns:
+        try:
+            hash(column)
+        except TypeError:
+            raise PlanError(f"inputs={{{name!r}: {given!r}}}: a column label, or a list of labels, is needed") from None
+        if labels is not None and column not in labels:
+            raise PlanError(
+                f"inputs feeds {name!r} of {function_name(fn)} from the column {column!r}, which there is not. The columns: "
+                f"{listing(labels)}.{nearest(column, labels)}"
+            )
+    return Input(name, columns, stacked)
+
+
+def _check_differentiable(
+    source: Source,
+    fn: Callable[..., Any],
+    name: Hashable,
+    by_name: dict[Hashable, Input],
+    shared: dict[str, Any],
+) -> None:
+    if name in shared:
+        raise PlanError(
+            f"the derivative by {name!r} is asked for, which is a shared argument. Derivatives by column arguments are possible: "
+            f"{listing(by_name)}."
+        )
+    if name not in by_name:
+        fed = [argument.name for argument in by_name.values() if name in argument.columns]
+        hint = f" The column {name!r} feeds the argument {fed[0]!r}: ask for that." if fed else nearest(name, by_name)
+        raise PlanError(
+            f"the derivative by {name!r} is asked for, but no column feeds an argument of that name in {function_name(fn)}. "
+            f"Possible: {listing(by_name)}.{hint}"
+        )
+    for column in by_name[name].columns:
+        dtype = _dtype(source, column)
+        reason = None if dtype is None else _cells.refusal(dtype)
+        if reason is not None:
+            raise PlanError(
+                f"the derivative by {name!r} is asked for, but the column {column!r} ({dtype}) cannot be differentiated: {reason}."
+                f"{_text_hint(source, column)}"
+            )
+
+
+def _text_hint(source: Source, column: Hashable) -> str:
+    if _cells.role(_dtype(source, column)) != "static":
+        return ""
+    return (
+        " Convert it to numbers first; where it held arrays before it went into Dask, Dask has turned them into text: set "
+        'dask.config.set({"dataframe.convert-string": False}) before from_pandas.'
+    )
+
+
+def _dtype(source: Source, column: Hashable) -> Any:
+    """The dtype of a column; None where a Bag does not tell."""
+    if source.kind == "series":
+        return source.empty.dtype
+    if source.labels is None and column not in source.empty.columns:
+        return None
+    found: Any = source.empty[column]  # type: ignore[call-overload]
+    if isinstance(found, pd.DataFrame):
+        raise PlanError(f"the column label {column!r} stands {found.shape[1]} times in the data: rename one of them")
+    return found.dtype
+
+
+def _read(source: Source, bound: tuple[Input, ...], form: Form) -> list[Hashable] | None:
+    """The labels that are read, in the data's order; None: all."""
+    if source.kind != "frame" or form == "row":
+        return None
+    wanted = {column for argument in bound for column in argument.columns}
+    for column in wanted:
+        _dtype(source, column)
+    return [label for label in source.labels or [] if label in wanted]
+
+
+def _outputs(
+    source: Source,
+    asked: list[tuple[Hashable | None, Derivative]],
+    by_name: dict[Hashable, Input],
+    bound: tuple[Input, ...],
+    form: Form,
+) -> tuple[Output, ...]:
+    outputs: list[Output] = []
+    for label, derivative in asked:
+        if isinstance(derivative, Problem):
+            outputs.append(Output(label, derivative, pd.StringDtype(na_value=np.nan)))
+        elif label is None and len(derivative) == 1 and by_name[derivative[0]].stacked:
+            for k, column in enumerate(by_name[derivative[0]].columns):
+                outputs.append(Output(column, derivative, _gradient_dtype(source, column), k))
+        else:
+            name = by_name[derivative[0]].label if label is None else label
+            outputs.append(Output(name, derivative, _derivative_dtype(source, derivative, by_name, bound, form)))
+    labels = [output.label for output in outputs]
+    twice = [label for label in labels if labels.count(label) > 1]
+    if twice:
+        raise PlanError(
+            f"two results would carry the label {twice[0]!r}. Give each a name of its own: dg.derivatives(data, fn, {{'a': ..., 'b': ...}})"
+        )
+    return tuple(outputs)
+
+
+def _gradient_dtype(source: Source, column: Hashable) -> Any:
+    dtype = _dtype(source, column)
+    return np.dtype("float64") if dtype is None else _cells.gradient_dtype(dtype)
+
+
+def _derivative_dtype(source: Source, derivative: Any, by_name: dict[Hashable, Input], bound: tuple[Input, ...], form: Form) -> Any:
+    """First order: the argument's own (rule 1). Higher orders and the value: what all that is involved has in common."""
+    if derivative:
+        involved = [by_name[name] for name in derivative]
+    else:
+        involved = [argument for argument in bound if form != "row" or argument.name in by_name]
+    if len(derivative) == 1 and not involved[0].stacked:
+        return _gradient_dtype(source, involved[0].columns[0])
+    if any(argument.stacked for argument in involved) and derivative:
+        return np.dtype(object)
+    dtypes = [_gradient_dtype(source, c) for a in involved for c in a.columns if _differentiable(source, c)]
+    return _cells.common_dtype(dtypes, value=not derivative)
+
+
+def _differentiable(source: Source, column: Hashable) -> bool:
+    dtype = _dtype(source, column)
+    return dtype is None or _cells.refusal(dtype) is None

@@ -1,0 +1,90 @@
+"""A Bag's records as a part: one column of cells for each argument, with a plain integer index."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Hashable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from . import _cells
+
+if TYPE_CHECKING:
+    from ._plan import Input, Plan
+
+
+class _Absent:
+    """Stands where a record lacks a key."""
+
+    def __repr__(self) -> str:
+        return "absent"
+
+    def __reduce__(self) -> str:
+        return "ABSENT"
+
+
+ABSENT = _Absent()
+
+
+def frame_of(plan: Plan, records: list[Any]) -> pd.DataFrame:
+    """`records` as a frame. Of mappings keys count, of tuples positions; anything else is the value itself."""
+    if plan.form == "row":
+        keys = dict.fromkeys(key for record in records if isinstance(record, Mapping) for key in record)
+        columns: dict[Hashable, list[Any]] = {
+            key: [_of_key(record, key, ABSENT) for record in records] for key in [*keys, *(n for n in plan.named if n not in keys)]
+        }
+    else:
+        columns = {}
+        for argument in plan.inputs:
+            for column in argument.columns:
+                columns[column] = [_cell(record, argument, column) for record in records]
+    frame = pd.DataFrame({k: objects(cells) for k, cells in enumerate(columns.values())}, index=pd.RangeIndex(len(records)))
+    frame.columns = pd.Index(list(columns), tupleize_cols=False)
+    return frame
+
+
+def objects(cells: list[Any]) -> np.ndarray[Any, Any]:
+    """Cells side by side as they are; NumPy would merge arrays of one shape."""
+    array = np.empty(len(cells), dtype=object)
+    for k, cell in enumerate(cells):
+        array[k] = cell
+    return array
+
+
+def _cell(record: Any, argument: Input, column: Hashable) -> Any:
+    found = _look_up(record, argument, column)
+    return argument.default if found is ABSENT and argument.default is not inspect.Parameter.empty else found
+
+
+def _look_up(record: Any, argument: Input, column: Hashable) -> Any:
+    if isinstance(record, Mapping):
+        return _of_key(record, column, ABSENT)
+    if isinstance(record, tuple):
+        return record[argument.position] if argument.position < len(record) else ABSENT
+    return record if argument.position == 0 else ABSENT
+
+
+def _of_key(record: Any, key: Hashable, otherwise: Any) -> Any:
+    return record[key] if isinstance(record, Mapping) and key in record else otherwise
+
+
+def empty_of(records: list[Any], arguments: Iterable[Input]) -> pd.DataFrame:
+    """An empty frame with the dtype of what feeds each argument, as far as `records` tell: numbers unless they are something else.
+
+    Raises:
+        GraphError: a cell is a tensor that carries a graph.
+    """
+    dtypes = {c: _dtype_of(records, argument, c) for argument in arguments for c in argument.columns}
+    return pd.DataFrame({column: pd.Series([], dtype=dtype) for column, dtype in dtypes.items()})
+
+
+def _dtype_of(records: list[Any], argument: Input, column: Hashable) -> np.dtype[Any]:
+    found = (_look_up(record, argument, column) for record in records)
+    cells = _cells.read(pd.Series(objects([None if cell is ABSENT else cell for cell in found]), name=column))
+    kinds = [cells.kind(code) for code in range(cells.n_kinds)]
+    arrays = [kind for kind in kinds if isinstance(kind, _cells.ArrayKind)]
+    if len(arrays) < len(kinds) or any(kind.shape for kind in arrays):
+        return np.dtype(object)
+    return np.dtype("complex128" if any(kind.dtype.kind == "c" for kind in arrays) else "float64")

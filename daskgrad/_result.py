@@ -1,0 +1,183 @@
+"""One part's result as it fills: rows back in their place, and the rows that failed by name. The kernel's sink."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from ._captured import modules
+from ._columns import ColumnBuilder
+from ._derivative import Order, Problem
+from ._errors import DaskgradError, GraphError, PlanError, RowError
+from ._names import function_name
+from ._paths import Rows
+from ._plan import Output, Plan
+from ._shared import module_dtype
+from ._table import Cast, Table, as_slice, dtypes_of, kind_of
+from ._warn import slower
+
+
+@dataclass
+class Result:
+    """The result columns as they fill, and the rows that failed. The kernel's sink."""
+
+    plan: Plan
+    part: pd.DataFrame | pd.Series
+    partition: int | None
+    failures: dict[int, Exception] = field(default_factory=dict)
+    first: int | None = None
+    reason: str | None = None
+
+    def __post_init__(self) -> None:
+        index = self.part.index
+        self._columns = {
+            output: ColumnBuilder(output.dtype, index, output.label)
+            for output in self.plan.outputs
+            if not isinstance(output.derivative, Problem)
+        }
+        self._filled: set[Output] = set()
+        self._anomalies: dict[int, str] = {}
+        self._watched = self.plan.options.detect_anomaly
+        self._problem = any(isinstance(derivative, Problem) for derivative in self.plan.asked)
+        self._finite = {False: np.ones(len(index), bool), True: np.ones(len(index), bool)}
+
+    @property
+    def orders(self) -> list[Order]:
+        """The derivatives to compute; where problems are asked for, those of the whole call and the value."""
+        wanted: list[Order] = [d for d in self.plan.derivatives if not isinstance(d, Problem)]
+        if any(isinstance(d, Problem) for d in self.plan.derivatives):
+            wanted += [(), *(d for d in self.plan.asked if not isinstance(d, Problem))]
+            if all(not order for order in wanted):
+                wanted += [(name,) for name in self.plan.named]
+        return list(dict.fromkeys(wanted))
+
+    @property
+    def null(self) -> bool:
+        return self._problem or self.plan.options.on_error == "null"
+
+    # the kernel's side
+
+    def put(self, order: Order, rows: Rows, values: NDArray[Any]) -> None:
+        places = as_slice(rows)
+        for output in self._columns:
+            if output.derivative == order:
+                self._put(output, places, values if output.component is None else values[:, output.component])
+        if self._problem or self._watched:
+            self._finite[bool(order)][places] &= np.isfinite(values.reshape(len(values), -1)).all(axis=1)
+
+    def _put(self, output: Output, places: Rows | slice, values: NDArray[Any]) -> None:
+        try:
+            self._columns[output].put(places, values)
+            self._filled.add(output)
+            return
+        except (TypeError, ValueError) as error:
+            problem = error
+        if self.plan.output == "any" and self.partition is None and output not in self._filled:  # vectors, as it turns out
+            self._columns[output] = ColumnBuilder(np.dtype(object), self.part.index, output.label)
+            self._columns[output].put(places, values)
+            self._filled.add(output)
+            return
+        hint = ""
+        if self.plan.bag:
+            hint = " A lazy Bag does not tell what it holds, so numbers were expected: bag.to_dataframe(meta={...: object}) says so."
+        elif self.plan.output == "any":
+            hint = " Where the row function returns a vector, say so: dg.derivatives(..., vector=True)."
+        raise PlanError(f"the result column {output.label!r} was declared {output.dtype}, but {problem}.{hint}") from problem
+
+    def not_finite(self, rows: Rows) -> NDArray[np.bool_]:
+        """Which of `rows` have a derivative that is not finite."""
+        return ~self._finite[True][rows]
+
+    def anomaly(self, row: int, what: str) -> None:
+        """What made the gradient of `row` not finite: an error, or where rows that fail may be missing, a word in `problem`."""
+        if self.null:
+            self._anomalies[row] = what
+        else:
+            self.fail(row, RuntimeError(what))
+
+    def fail(self, row: int, error: Exception) -> None:
+        self.failures.setdefault(row, error)
+        if self.first is None or row < self.first:
+            self.first = row
+
+    def wanted(self, rows: Rows) -> Rows:
+        if self.null or self.first is None:
+            return rows
+        return rows[rows < self.first]
+
+    def slower(self, reason: str) -> None:
+        self.reason = self.reason or reason
+
+    # the caller's side
+
+    def finish(self) -> pd.Series | pd.DataFrame:
+        if self.reason is not None:
+            slower(function_name(self.plan.fn), self.reason)
+        if self.first is not None and not self.null:
+            raise self._error(self.first)
+        index = self.part.index
+        made = {output.label: builder.finish() for output, builder in self._columns.items()}
+        columns = [made[o.label] if o.label in made else self._problems(o, index) for o in self.plan.outputs]
+        return self.plan.assemble(columns, index)
+
+    def _problems(self, output: Any, index: pd.Index) -> pd.Series:
+        texts = np.full(len(index), None, dtype=object)
+        texts[~self._finite[True]] = "gradient not finite"
+        for row, what in self._anomalies.items():
+            texts[row] = what
+        texts[~self._finite[False]] = "value not finite"
+        for row, error in self.failures.items():
+            texts[row] = f"{type(error).__name__}: {error}"
+        return pd.Series(pd.array(texts, dtype=output.dtype), index=index, name=output.label)
+
+    def _error(self, row: int) -> DaskgradError:
+        cause = self.failures[row]
+        label = self.part.index[row]
+        values = self._values(row)
+        where = f"row {label!r}" + ("" if self.partition is None else f" of partition {self.partition}")
+        shown = ", ".join(f"{name}={_short(value)}" for name, value in values.items())
+        cut = isinstance(cause, GraphError)
+        call = f"{function_name(self.plan.fn)}({shown})"
+        if cut:
+            message = f"{where}, {call}: {cause}"
+        else:
+            message = (
+                f"{call} failed in {where}: {type(cause).__name__}: {cause}\n{dtype_hint(self.plan, self.part)}"
+                "on_error='null' keeps the other rows and leaves this one missing."
+            )
+        kind = GraphError if cut else RowError
+        error = kind(message, label=label, partition=self.partition, values=values)
+        error.__cause__ = cause.__cause__ if cut else cause
+        return error
+
+    def _values(self, row: int) -> dict[str, Any]:
+        if self.plan.form == "row" and isinstance(self.part, pd.DataFrame):
+            return {str(label): _plain(self.part.iloc[row, k]) for k, label in enumerate(self.part.columns)}
+        table = Table(self.plan, self.part.iloc[row : row + 1])
+        return {str(a.name): _plain(table.argument(a).cell(0)) for a in self.plan.inputs}
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def dtype_hint(plan: Plan, part: pd.DataFrame | pd.Series) -> str:
+    """Where a captured module computes in another dtype than the table: both, and the two remedies."""
+    ours = Cast(plan, None, [kind_of(dtype) for dtype in dtypes_of(part)]).floating
+    for name, module in modules(plan):
+        theirs = module_dtype([module])
+        if theirs is not None and theirs != ours and name not in plan.shared:
+            return (
+                f"The table is {ours}, and the module {name!r} that the function captures is {theirs}: pass it as an argument with "
+                f"shared={{{name!r}: {name}}}, whose dtype then decides, or ask for dtype={theirs.name!r}.\n"
+            )
+    return ""
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

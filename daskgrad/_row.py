@@ -1,0 +1,111 @@
+"""The whole row, for a function that takes one argument: `row["x"]`, `row.x`. A column is looked at when it is read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+
+from ._cells import StaticKind
+from ._errors import PlanError
+from ._mode import RowMode
+from ._names import listing, nearest
+from ._paths import MissingCell, Rows
+from ._plan import Input
+from ._records import ABSENT
+
+if TYPE_CHECKING:
+    from ._table import Cast, Table
+
+_functorch: Any = torch._C._functorch
+
+
+class RowView:
+    """One row's cells by label: numbers and arrays as tensors, everything else as the plain Python value.
+
+    Attributes are columns only. In a batch the view stands for all rows of the batch.
+    """
+
+    __slots__ = ("__cast", "__columns", "__known", "__mode", "__named", "__rows", "__table")
+
+    def __init__(self, table: Table, cast: Cast, mode: RowMode, rows: Rows, named: Sequence[Hashable]) -> None:
+        self.__table, self.__cast, self.__mode, self.__rows = table, cast, mode, rows
+        self.__named = named
+        self.__columns: dict[Hashable, Any] = {}
+        self.__known = set(table.part.columns)
+
+    def __getitem__(self, label: Hashable) -> Any:
+        if label not in self.__known:
+            raise KeyError(self.__unknown(label))
+        if label not in self.__columns:
+            self.__columns[label] = self.__load(label)
+        return self.__columns[label]
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self.__known:
+            raise AttributeError(self.__unknown(name))
+        return self[name]
+
+    def __repr__(self) -> str:
+        return f"<a row with the columns {listing(self.__known)}>"
+
+    def __complete(self) -> None:
+        """Load what is differentiated and was not read: its gradient is zero, and a missing value in it does not count."""
+        for name in self.__named:
+            if name not in self.__mode.named:
+                self.__load(name, read=False)
+        ordered = {name: self.__mode.named[name] for name in self.__named}
+        self.__mode.named.clear()
+        self.__mode.named.update(ordered)
+
+    def __unknown(self, label: Hashable) -> str:
+        return f"the row has no column {label!r}. Its columns: {listing(self.__known)}.{nearest(label, self.__known)}"
+
+    def __load(self, label: Hashable, *, read: bool = True) -> Any:
+        cells = self.__table.argument(Input(label, (label,)))
+        missing = None if cells.missing is None else cells.missing[self.__rows]
+        if missing is not None and self.__same(missing):
+            if read:
+                self.__missing()
+            return self.__tensor(label, np.zeros(len(self.__rows)))
+        codes = None if cells.codes is None else cells.codes[self.__rows]
+        kind = cells.kind(0 if codes is None else int(self.__same(codes)))
+        if isinstance(kind, StaticKind):
+            if kind.value is ABSENT:
+                raise KeyError(self.__unknown(label))
+            if label in self.__named:
+                raise PlanError(f"the derivative by {label!r} is asked for, but it holds {kind.value!r}, which is no number")
+            return kind.value
+        return self.__tensor(label, self.__cast(label, cells.take(self.__rows)))
+
+    def __same(self, values: Any) -> Any:
+        """What all rows of the batch agree on: those that differ cannot even be passengers, having no such cell."""
+        paths = self.__mode.paths
+        return values[0].item() if paths is None else paths.ask(lambda: values, strict=True)
+
+    def __missing(self) -> NoReturn:
+        self.__mode.missing = True
+        if self.__mode.paths is not None:
+            self.__mode.paths.stop(MissingCell())
+        raise MissingCell
+
+    def __tensor(self, label: Hashable, array: Any) -> Tensor:
+        mode = self.__mode
+        one = mode.paths is None
+        tensor = torch.from_numpy(array[0:1].reshape(array.shape[1:]) if one else array)
+        if label in self.__named:
+            with contextlib.nullcontext() if one else temporarily_pop_interpreter_stack():  # vmap lets nothing require a gradient
+                tensor = mode.named[label] = tensor.requires_grad_()
+            mode.leaves.append(tensor)
+            tensor = tensor.clone() if one or mode.fresh else tensor
+        return tensor if one else _functorch._add_batch_dim(tensor, 0, mode.level)
+
+
+def complete(view: RowView) -> None:
+    """After the call: what is differentiated and was not read. (No method: a column may have any name.)"""
+    view._RowView__complete()

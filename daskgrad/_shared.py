@@ -1,0 +1,81 @@
+"""Shared arguments: the same for every row, and as they were afterwards."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ._mode import RowMode
+from ._plan import Plan
+
+SMALL = 2**16
+"""Bytes up to which a shared tensor is copied for each call, so that a row that writes into it writes into its own copy."""
+
+
+class Shared:
+    """The shared arguments of a plan, ready for use in this thread.
+
+    Attributes:
+        values: by argument name.
+        dtype: the floating dtype of the modules among them (and of the row function, if it is one), None without any.
+    """
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self.values = {name: _ready(value, device) for name, value in plan.shared.items()}
+        self.dtype = module_dtype([*plan.shared.values(), plan.fn])
+        self._small = [n for n, v in self.values.items() if isinstance(v, Tensor) and v.numel() * v.element_size() <= SMALL]
+
+    @staticmethod
+    def of(plan: Plan, device: torch.device) -> Shared:
+        return Shared(plan, device)
+
+    def for_call(self, mode: RowMode) -> Mapping[str, Any]:
+        """The values for one call of the row function."""
+        if not self._small:
+            return self.values
+        copies = {name: self.values[name].clone() for name in self._small}
+        if mode.fresh:
+            copies = {name: mode.own(tensor) for name, tensor in copies.items()}
+        return {**self.values, **copies}
+
+
+def copies(shared: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies that may be used and changed: the caller's own stay as they are. (On Dask the bytes are the copy.)"""
+    return {name: _copy(value) for name, value in shared.items()}
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, nn.Module):
+        return copy.deepcopy(value)
+    if type(value) in (dict, list, tuple):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        made = {key: _copy(item) for key, item in items}
+        return made if isinstance(value, dict) else type(value)(made.values())
+    return value
+
+
+def _ready(value: Any, device: torch.device) -> Any:
+    """On the device; a module's parameters record no graph, since no derivative by them is asked for."""
+    if isinstance(value, nn.Module):
+        return value.to(device).requires_grad_(False)
+    if isinstance(value, Tensor):
+        return value.detach().to(device)
+    return value
+
+
+def module_dtype(values: list[Any]) -> np.dtype[Any] | None:
+    """The floating dtype of the first module among `values` that has one."""
+    for value in values:
+        if isinstance(value, nn.Module):
+            for tensor in [*value.parameters(), *value.buffers()]:
+                if tensor.is_floating_point():
+                    name = str(tensor.dtype).removeprefix("torch.")
+                    return np.dtype(name) if name in ("float16", "float32", "float64") else None
+    return None
