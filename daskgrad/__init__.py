@@ -3,7 +3,11 @@
 from ._cluster import local_client as local_client
 from ._column import derivatives as derivatives
 from ._column import grad_column as grad_column
+from ._derivative import aux as aux
+from ._derivative import dot as dot
+from ._derivative import norm as norm
 from ._derivative import problem as problem
+from ._derivative import project as project
 from ._errors import DaskgradError as DaskgradError
 from ._errors import EngineWarning as EngineWarning
 from ._errors import GraphError as GraphError

@@ -13,15 +13,23 @@ from typing import Any
 
 import torch
 
+from ._warn import current_call
+
 _functorch: Any = torch._C._functorch
 
 
 class _Gate:
-    """Who runs inside now, with which default dtype. Re-entrant for a row function that calls daskgrad itself."""
+    """Who runs inside now, with which default dtype. Re-entrant for a row function that calls daskgrad itself.
+
+    Parts of one call that fail stop the other parts of that call in this process before the error goes up: Dask's threads scheduler
+    raises while they still run, and the caller would find torch's default dtype as they have set it.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._threads: dict[int, int] = {}
+        self._calls: dict[int, bytes | None] = {}
+        self._failed: dict[bytes, Exception] = {}
         self._waiting = 0
         self._exclusive = False
         self._dtype = torch.float32
@@ -30,16 +38,17 @@ class _Gate:
 
     def enter(self, dtype: torch.dtype, exclusive: bool) -> torch.dtype | None:
         """Returns the default dtype to go back to where the same thread was inside already."""
-        me = threading.get_ident()
+        me, call = threading.get_ident(), current_call()
         with self._changed:
             if me in self._threads:
                 return self._enter_again(me, dtype)
+            self._stop_where_failed(call)
             self._waiting += 1
             self._changed.wait_for(lambda: self._free(dtype, exclusive))
             self._waiting -= 1
             if not self._threads:
                 self._open(dtype)
-            self._threads[me] = 1
+            self._threads[me], self._calls[me] = 1, call
             self._exclusive = exclusive
             return None
 
@@ -51,11 +60,33 @@ class _Gate:
                 torch.set_default_dtype(before)
                 self._dtype = before
             if not self._threads[me]:
-                del self._threads[me]
+                del self._threads[me], self._calls[me]
                 if not self._threads:
                     self._close()
                 self._exclusive = False
                 self._changed.notify_all()
+
+    def drain(self, call: bytes, error: Exception) -> None:
+        """`error` ends `call`: wait until its parts in other threads have stopped."""
+        with self._changed:
+            if call in self._failed:
+                return
+            self._failed[call] = error
+            self._changed.wait_for(lambda: call not in self._calls.values(), timeout=60)
+            del self._failed[call]
+            self._changed.notify_all()
+
+    def checkpoint(self) -> None:
+        """Raise where another part of the same call has failed."""
+        error = self._failed.get(current_call() or b"")
+        if error is not None:
+            raise error
+
+    def _stop_where_failed(self, call: bytes | None) -> None:
+        error = self._failed.get(call or b"")
+        if error is not None:
+            self._changed.wait_for(lambda: call not in self._failed)
+            raise error
 
     def allow_slow_rules(self, step: int) -> None:
         """One thread more, or less, lets vmap loop over rows inside an operation that has no batching rule."""
@@ -98,6 +129,8 @@ class _Gate:
 
 
 _gate = _Gate()
+checkpoint = _gate.checkpoint
+drain = _gate.drain
 
 
 @contextmanager

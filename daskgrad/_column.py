@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pandas as pd
 
 from . import _captured, _dask, _options, _plan
-from ._derivative import Derivative, Problem, parse
+from ._derivative import Aux, Derivative, Norm, Problem, Project, arguments_of, parse
 from ._errors import PlanError
 from ._names import listing
 from ._plan import Form, Input, Plan, Source
@@ -69,12 +69,14 @@ def grad_column(
         2  36.0  9.0
     """
     several = isinstance(wrt, list)
-    names = list(wrt) if several else ([] if wrt is None else [wrt])
-    if several and not names:
+    wishes = list(wrt) if several else ([] if wrt is None else [wrt])
+    asked = [wish if isinstance(wish, Norm | Project | Aux | Problem) else (wish,) for wish in wishes]
+    names = list(dict.fromkeys(name for derivative in asked for name in arguments_of(derivative)))
+    if several and not wishes:
         raise PlanError("wrt=[] asks for no derivative: name at least one argument, or leave wrt out for the first")
 
     def wanted(bound: tuple[Input, ...], form: Form) -> list[tuple[Hashable | None, Derivative]]:
-        return [(None, (name,)) for name in names or [_first(bound, fn)]]
+        return [(None, derivative) for derivative in asked or [(_first(bound, fn),)]]
 
     return _run(data, fn, wanted, inputs, shared, options, single=not several, output="number", row_wrt=names)
 
@@ -93,8 +95,10 @@ def derivatives(
 
     Args:
         data, fn, inputs, shared, **options: as for `grad_column`.
-        wanted: `{name: derivative}`: `()` the value, `"x"` first order, `("x", "y")` by x, then by y, `dg.problem` what is wrong
-            with the row.
+        wanted: `{name: derivative}`: `()` the value, `"x"` first order, `("x", "y")` by x, then by y, and so on to any order;
+            `dg.norm("x")`, `dg.dot("x", v)`, `dg.project("x", k)` reductions; `("x", dg.dot("x", v))` a Hessian times a vector;
+            `dg.aux("name")` a further output of `fn`; `dg.problem` what is wrong with the row. By array arguments: gradient vectors,
+            Hessian matrices, and of a vector-valued `fn` Jacobians, with axes as in `torch.func`: output, then input.
 
         vector: `fn` returns a vector: values and Jacobians are array cells (output axes, then input axes) in object columns. On
             pandas this is seen by itself; a lazy Dask column must be told, since its dtype is declared before `fn` is called.
@@ -113,7 +117,7 @@ def derivatives(
     if not isinstance(wanted, Mapping) or not wanted:
         raise PlanError(f"derivatives needs {{name: derivative}} with at least one name; it got {wanted!r}")
     asked: list[tuple[Hashable | None, Derivative]] = [(name, parse(wish, name)) for name, wish in wanted.items()]
-    names = [name for _, derivative in asked if not isinstance(derivative, Problem) for name in derivative]
+    names = [name for _, derivative in asked for name in arguments_of(derivative)]
     if any(isinstance(derivative, Problem) for _, derivative in asked):
         options.setdefault("on_error", "null")
 

@@ -249,7 +249,13 @@ def run_part(part: Any, parcel: bytes, choice: bytes | None, partition_info: dic
         problem = error
     # Outside of the except block, for there Python would chain the original to it, and a chain must be pickled whole.
     problem.__context__ = None
-    raise fit_to_travel(problem) if _away() else problem
+    if _away():
+        raise fit_to_travel(problem)
+    if threading.current_thread() is not threading.main_thread():
+        from ._ambient import drain
+
+        drain(parcel[: _ship.DIGEST], problem)
+    raise problem
 
 
 def _as_pandas(plan: Plan, part: Any) -> pd.DataFrame | pd.Series:

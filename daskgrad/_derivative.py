@@ -1,14 +1,81 @@
-"""The vocabulary of derivatives: what a user may ask for, written down. No torch, no data."""
+"""The vocabulary of derivatives: what a user may ask for, written down. No torch, no data.
+
+A derivative is a tuple of steps, `()` the value, or a reduction of such a derivative. A step is the name of an argument, or a direction
+(`dot`). Steps commute: partial derivatives that differ in order are equal.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from ._errors import PlanError
 
-Order = tuple[Hashable, ...]
+
+@dataclass(frozen=True)
+class Dot:
+    """The derivative by `wrt` along `vector`: a column of the data (text), or a constant that is the same for every row."""
+
+    wrt: Hashable
+    column: Hashable | None
+    constant: Constant | None = None
+
+    def __str__(self) -> str:
+        return f"dot({self.wrt})"
+
+
+@dataclass(frozen=True)
+class Constant:
+    """An array as a value: comparable, hashable, picklable."""
+
+    data: bytes
+    shape: tuple[int, ...]
+
+    @property
+    def array(self) -> Any:
+        """float64, of `shape`."""
+        return np.frombuffer(self.data, dtype=np.float64).reshape(self.shape)
+
+
+Step = Hashable  # a name, or a Dot
+Order = tuple[Step, ...]
 """`()` is the value itself, `("x",)` first order, `("x", "y")` by x, then by y."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """The Euclidean norm of one or several derivatives together."""
+
+    of: tuple[Order, ...]
+
+    def __str__(self) -> str:
+        return f"norm({', '.join(map(spelled, self.of))})"
+
+
+@dataclass(frozen=True)
+class Project:
+    """A derivative, flattened, times a fixed random matrix with `k` columns."""
+
+    of: tuple[Order, ...]
+    k: int
+    seed: int
+
+    def __str__(self) -> str:
+        return f"project({', '.join(map(spelled, self.of))})"
+
+
+@dataclass(frozen=True)
+class Aux:
+    """A further output: `fn` returns `(value, {"name": extra})`."""
+
+    name: str
+    array: bool = False
+
+    def __str__(self) -> str:
+        return self.name
 
 
 @dataclass(frozen=True)
@@ -19,27 +86,130 @@ class Problem:
         return "problem"
 
 
+Reduction = Norm | Project
+Derivative = Order | Reduction | Aux | Problem
+
 problem = Problem()
 """Asks `derivatives` for a text column: the exception of a row that failed, *gradient not finite while the value is*,
 or *value not finite*; missing where all is well. Asking for it implies `on_error="null"`."""
 
-Derivative = Order | Problem
+
+def norm(wrt: Any) -> Norm:
+    """The Euclidean norm of the gradient by `wrt`, one number per row: sqrt(Σ gᵢ²).
+
+    Args:
+        wrt: an argument, a list of them (the joint norm), or a tuple: a higher order (the Frobenius norm of a Hessian).
+
+    Example:
+        >>> import pandas as pd, daskgrad as dg
+        >>> df = pd.DataFrame({"x": [3.0], "y": [4.0]})
+        >>> dg.grad_column(df, lambda x, y: (x**2 + y**2) / 2, wrt=dg.norm(["x", "y"])).tolist()
+        [5.0]
+    """
+    return Norm(_orders(wrt, "norm"))
+
+
+def dot(wrt: Hashable, vector: Any) -> Dot:
+    """The directional derivative: the gradient by `wrt` times `vector`, one number per row: Σ gᵢ vᵢ.
+
+    As a step of an order it makes products with a Hessian that is never formed: `("x", dg.dot("x", v))` is H·v.
+
+    Args:
+        wrt: the argument.
+        vector: the label of a column (text), which holds each row's direction, or a number or array of the argument's shape.
+
+    Example:
+        >>> import pandas as pd, daskgrad as dg
+        >>> df = pd.DataFrame({"x": [[1.0, 2.0]], "v": [[1.0, -1.0]]})
+        >>> dg.grad_column(df, lambda x: (x**3).sum(), wrt=dg.dot("x", "v")).tolist()
+        [-9.0]
+        >>> dg.derivatives(df, lambda x: (x**3).sum(), {"hv": ("x", dg.dot("x", "v"))})["hv"].iloc[0].tolist()
+        [6.0, -12.0]
+    """
+    if isinstance(vector, str):
+        return Dot(wrt, vector)
+    try:
+        array = np.asarray(vector, dtype=np.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise PlanError(f"dot({wrt!r}, ...) needs the label of a column or numbers as its vector, not {vector!r:.80}") from error
+    return Dot(wrt, None, Constant(array.tobytes(), array.shape))
+
+
+def project(wrt: Any, k: int, seed: int = 0) -> Project:
+    """A random projection of the gradient by `wrt` to `k` numbers, which keeps inner products and norms on average.
+
+    The gradient, flattened to (n,), is multiplied by an (n, k) matrix of independent draws from N(0, 1/k) (Johnson and
+    Lindenstrauss, 1984). Its entry (i, j) depends on (`seed`, i, j) alone, so rows, partitions and workers agree, and rows of
+    other lengths too.
+
+    Args:
+        wrt: as for `norm`.
+        k: the length of the result, an array cell.
+        seed: which matrix.
+    """
+    if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
+        raise PlanError(f"project({wrt!r}, k={k!r}): k is the number of entries to keep, at least 1")
+    return Project(_orders(wrt, "project"), int(k), int(seed))
+
+
+def aux(name: str, *, array: bool = False) -> Aux:
+    """A further output of `fn`, which then returns `(value, {"name": extra, ...})`: the extra of each row as a column.
+
+    Args:
+        name: the key.
+        array: the extra is an array in each row (an object column), not a number.
+    """
+    return Aux(name, array)
 
 
 def parse(wish: object, name: Hashable) -> Derivative:
     """The derivative that `wish` spells: `"x"`, `("x", "y")`, `()` or a reduction."""
-    if isinstance(wish, Problem):
+    if isinstance(wish, Norm | Project | Aux | Problem):
         return wish
     if isinstance(wish, tuple):
-        return wish
-    if isinstance(wish, str):
+        wrong = [step for step in wish if not isinstance(step, str | Dot)]
+        if not wrong:
+            return wish
+    elif isinstance(wish, str | Dot):
         return (wish,)
     raise PlanError(
-        f"{name!r} asks for {wish!r}, which is no derivative. Possible: () the value, 'x' first order, ('x', 'y') by x "
-        "then by y, dg.problem."
+        f"{name!r} asks for {wish!r}, which is no derivative. Possible: () the value, 'x' first order, ('x', 'y') by x then by y, "
+        "dg.norm('x'), dg.dot('x', v), dg.project('x', k), dg.aux('name'), dg.problem."
     )
+
+
+def orders_of(derivative: Derivative) -> tuple[Order, ...]:
+    """The derivatives to compute for `derivative`."""
+    if isinstance(derivative, Norm | Project):
+        return derivative.of
+    return () if isinstance(derivative, Aux | Problem) else (derivative,)
 
 
 def arguments_of(derivative: Derivative) -> tuple[Hashable, ...]:
     """The arguments that `derivative` is taken with respect to, in order, with repetition."""
-    return () if isinstance(derivative, Problem) else derivative
+    return tuple(step.wrt if isinstance(step, Dot) else step for order in orders_of(derivative) for step in order)
+
+
+def directions_of(derivatives: Iterable[Derivative]) -> tuple[Dot, ...]:
+    """The distinct directions in `derivatives`."""
+    steps = (step for derivative in derivatives for order in orders_of(derivative) for step in order)
+    return tuple(dict.fromkeys(step for step in steps if isinstance(step, Dot)))
+
+
+def spelled(order: Order) -> str:
+    """An order as a user writes it: `x`, or `(x, y)`."""
+    steps = [str(step) for step in order]
+    return steps[0] if len(steps) == 1 else f"({', '.join(steps)})"
+
+
+def _orders(wrt: Any, what: str) -> tuple[Order, ...]:
+    wishes = wrt if isinstance(wrt, list) else [wrt]
+    orders = []
+    for wish in wishes:
+        order = wish if isinstance(wish, tuple) else (wish,)
+        if not order or any(not isinstance(step, str | Dot) for step in order):
+            raise PlanError(f"dg.{what}({wrt!r}): an argument, a list of arguments, or a tuple (a higher order) is needed")
+        orders.append(order)
+    if not orders:
+        raise PlanError(f"dg.{what}([]) names no argument")
+    return tuple(orders)

@@ -9,7 +9,7 @@ Both engines are judged by the same rules (`_output`, `RowMode`), so they give t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from . import _anomaly
-from ._ambient import slow_rules
-from ._autograd import derive, reaches
-from ._derivative import Order
+from ._ambient import checkpoint, slow_rules
+from ._derivative import Derivative, Dot
 from ._errors import GraphError, PlanError
 from ._mode import RowMode
 from ._options import Options
+from ._output import Wish, derived, taken
 from ._paths import FEW, Answers, MissingCell, Paths, Regroup, Rows, Signal, TooLarge, Unbatchable
 
 _functorch: Any = torch._C._functorch
@@ -45,7 +45,7 @@ Call = Callable[[Mapping[Hashable, Tensor], RowMode, Rows], Any]
 class Sink(Protocol):
     """Where results and failures go."""
 
-    def put(self, order: Order, rows: Rows, values: NDArray[Any]) -> None:
+    def put(self, derivative: Derivative, rows: Rows, values: NDArray[Any]) -> None:
         """`values` (rows, *shape) of one derivative."""
 
     def fail(self, row: int, error: Exception) -> None:
@@ -64,23 +64,41 @@ class Job:
 
     Attributes:
         rows: positions in the part.
-        arrays: the column arguments of some rows, each (rows, *shape), fresh and writable.
+        arrays: the column arguments (and directions) of some rows, each (rows, *shape), fresh and writable.
         call: calls the row function with tensors for the column arguments.
-        named: the arguments that are differentiated, in order.
-        orders: the derivatives to compute.
-        vectors: `fn` may return a vector (its derivatives are Jacobians).
+        wish: what is wanted of each row.
+        directions: those that are the same for every row.
         seed: where random draws of these rows begin.
+        report: what was seen, for `explain`.
     """
 
     rows: Rows
     arrays: Callable[[Rows], Arrays]
     call: Call
-    named: Sequence[Hashable]
-    orders: Sequence[Order]
+    wish: Wish
     options: Options
     device: torch.device
-    vectors: bool = False
+    directions: Mapping[Dot, Tensor] = field(default_factory=dict)
     seed: int = 0
+    report: Report = field(default_factory=lambda: Report())
+
+
+@dataclass
+class Report:
+    """What was seen while rows were solved.
+
+    Attributes:
+        batched, looped: rows of which the result came from batches, and from the loop.
+        paths: how many paths the rows took.
+        batch_size: rows of the last batch.
+        bytes_per_row: what torch's calls hold for a row, forward.
+    """
+
+    batched: int = 0
+    looped: int = 0
+    paths: int = 0
+    batch_size: int = 0
+    bytes_per_row: int = 0
 
 
 def solve(job: Job, sink: Sink) -> None:
@@ -104,6 +122,7 @@ class _Solver:
     hopeless: dict[Answers, str] = field(default_factory=dict)
     false_alarms: int = 0
     seen: int = 0
+    taken: set[Answers] = field(default_factory=set)
 
     # --- the queue of paths
 
@@ -112,6 +131,7 @@ class _Solver:
         self._push((), self.job.rows)
         few: list[Rows] = []
         while self.queue or self.apart:
+            checkpoint()
             answers, rows = self._next()
             rows = self.sink.wanted(rows)
             if self._may_loop and answers in self.hopeless:
@@ -175,8 +195,9 @@ class _Solver:
             elif not self._diverged_at_random(state, paths):
                 self._part(paths)
                 self._choose_size(mode.nbytes, len(rows))
-                for order, values in results.items():
-                    self.sink.put(order, paths.remaining, values)
+                self._note(paths, mode.nbytes)
+                for derivative, values in results.items():
+                    self.sink.put(derivative, paths.remaining, values)
 
     def _stopped(self, signal: Signal, paths: Paths, answers: Answers, state: Tensor | None) -> None:
         """A run that ended before its result."""
@@ -193,6 +214,14 @@ class _Solver:
             self._give_up(tuple(paths.answers), paths.remaining, str(signal))
         # MissingCell: these rows have no result
 
+    def _note(self, paths: Paths, nbytes: int) -> None:
+        report = self.job.report
+        report.batched += len(paths.remaining)
+        self.taken.add(tuple(paths.answers))
+        report.paths = len(self.taken)
+        report.batch_size = self.size
+        report.bytes_per_row = max(report.bytes_per_row, nbytes // len(paths.rows))
+
     def _part(self, paths: Paths) -> None:
         for answers, rows in paths.left:
             self._push(answers, rows)
@@ -201,15 +230,15 @@ class _Solver:
         if self.job.options.batch_size is None:
             self.size = int(np.clip(BUDGET * rows // max(nbytes, 1), 1, MOST))
 
-    def _batched(self, paths: Paths, fresh: bool, fallback: bool) -> tuple[dict[Order, NDArray[Any]], RowMode]:
+    def _batched(self, paths: Paths, fresh: bool, fallback: bool) -> tuple[dict[Derivative, NDArray[Any]], RowMode]:
         """One run of the row function on a batch."""
         job, rows = self.job, paths.rows
-        tensors = {name: torch.from_numpy(array).to(job.device) for name, array in job.arrays(rows).items()}
-        leaves = {name: tensors[name].requires_grad_() for name in job.named if name in tensors}
+        tensors = _tensors(job.arrays(rows), job.device)
+        leaves = {name: tensors[name].requires_grad_() for name in job.wish.named if name in tensors}
         mode = RowMode(list(leaves.values()), paths, fresh=fresh, limit=4 * BUDGET)
         mode.named = leaves
 
-        def one_row(anchor: Tensor, *columns: Tensor) -> Tensor:
+        def one_row(anchor: Tensor, *columns: Tensor) -> tuple[Tensor, ...]:
             mode.level = _functorch.maybe_get_level(anchor)
             given = dict(zip(tensors, columns, strict=True))
             if fresh:
@@ -220,18 +249,14 @@ class _Solver:
                 raise mode.cut
             if paths.signal is not None:
                 raise paths.signal
-            return _output(result, job)
+            return taken(result, job.wish, job.device)
 
         anchor = torch.empty((len(rows), 0), device=job.device)
         with slow_rules(fallback):
-            output = torch.vmap(one_row, randomness=job.options.randomness)(anchor, *tensors.values())
-        return self._judged(output, mode, paths), mode
-
-    def _judged(self, output: Tensor, mode: RowMode, paths: Paths) -> dict[Order, NDArray[Any]]:
-        """The derivatives of a batch's output (rows, *out), of the rows that are still on the path."""
-        results = _derivatives(output, mode.named, self.job, lead=1)
-        active = paths.active
-        return {order: _array(tensor if active is None else tensor[torch.from_numpy(active)]) for order, tensor in results.items()}
+            value, *extras = torch.vmap(one_row, randomness=job.options.randomness)(anchor, *tensors.values())
+        results = derived(value, extras, mode.named, _directions(job, tensors, len(rows)), job.wish, lead=1)
+        active = None if paths.active is None else torch.from_numpy(paths.active)
+        return {key: _array(tensor if active is None else tensor[active]) for key, tensor in results.items()}, mode
 
     # --- what a batch cannot do
 
@@ -360,10 +385,11 @@ class _Solver:
 
     def _loop_chunk(self, rows: Rows) -> int:
         tensors = _tensors(self.job.arrays(rows), self.job.device)
-        results: dict[Order, list[Tensor]] = {order: [] for order in self.job.orders}
+        results: list[dict[Derivative, Tensor]] = []
         done: list[int] = []
-        failed = 0
+        odd = 0
         for k, row in enumerate(rows):
+            checkpoint()
             try:
                 found, mode = self._one(tensors, k, rows[k : k + 1])
             except MissingCell:
@@ -371,26 +397,27 @@ class _Solver:
             except PlanError:
                 raise
             except Exception as error:
-                failed += 1
+                odd += 1
                 self.sink.fail(int(row), error)
                 if not len(self.sink.wanted(rows[k + 1 :])):
                     break
             else:
-                failed += mode.raised is not None
+                odd += mode.raised is not None
                 done.append(k)
-                for order in self.job.orders:
-                    results[order].append(found[order])
-        for order, values in results.items():
-            _put_each(self.sink, order, rows[done], values)
-        return failed
+                results.append(found)
+        for derivative in results[0] if results else ():
+            _put_each(self.sink, derivative, rows[done], [found[derivative] for found in results])
+        self.job.report.looped += len(done)
+        return odd
 
-    def _one(self, tensors: Mapping[Hashable, Tensor], k: int, row: Rows) -> tuple[dict[Order, Tensor], RowMode]:
+    def _one(self, tensors: Mapping[Hashable, Tensor], k: int, row: Rows) -> tuple[dict[Derivative, Tensor], RowMode]:
         """Row `k` of `tensors`, which is `row` of the part."""
         job = self.job
         given = {name: tensor[k] for name, tensor in tensors.items()}
-        leaves = {name: given[name].detach().requires_grad_() for name in job.named if name in given}
+        leaves = {name: given[name].detach().requires_grad_() for name in job.wish.named if name in given}
         mode = RowMode(list(leaves.values()))
         mode.named = leaves
+        directions = _directions(job, given, 1, lead=0)
         given.update({name: leaf.clone() for name, leaf in leaves.items()})
         if job.options.randomness == "same":
             torch.manual_seed(job.seed)
@@ -401,62 +428,27 @@ class _Solver:
         finally:
             if before is not None and not torch.equal(before, torch.get_rng_state()):
                 torch.set_rng_state(before)
-                raise _random(job) from None
+                raise _random() from None
         if mode.missing:
             raise MissingCell
         if mode.cut is not None:
             raise mode.cut
-        return _derivatives(_output(result, job), mode.named, job, lead=0), mode
+        value, *extras = taken(result, job.wish, job.device)
+        return derived(value, extras, mode.named, directions, job.wish, lead=0), mode
 
 
 def first_not_finite(job: Job, row: int) -> str | None:
     """The operation and line that made the gradient of `row` not finite."""
     position = np.array([row])
     given = {name: tensor[0] for name, tensor in _tensors(job.arrays(position), job.device).items()}
-    leaves = {name: given[name].detach().requires_grad_() for name in job.named if name in given}
+    leaves = {name: given[name].detach().requires_grad_() for name in job.wish.named if name in given}
 
     def call(columns: Mapping[Hashable, Tensor], mode: RowMode) -> Tensor:
         mode.named = dict(leaves)
         with mode:
-            return _output(job.call({**given, **columns}, mode, position), job)
+            return taken(job.call({**given, **columns}, mode, position), job.wish, job.device)[0]
 
     return _anomaly.first_not_finite(leaves, call)
-
-
-# --- judging what comes back ------------------------------------------------------------------------------------------
-
-
-def _output(result: Any, job: Job) -> Tensor:
-    """What the row function returned, as a tensor: () a number, or a vector where that is allowed."""
-    if isinstance(result, bool | int | float | np.bool_ | np.integer | np.floating):
-        return torch.tensor(float(result), device=job.device)
-    if not isinstance(result, Tensor):
-        shown = "None (is there a return?)" if result is None else f"a {type(result).__name__}"
-        raise TypeError(f"the row function returned {shown}: return one number, a tensor of shape ()")
-    if result.is_complex():
-        raise TypeError("the row function returned a complex number: a gradient needs a real one, such as abs() or .real")
-    if result.shape == (1,) or (result.numel() == 1 and not job.vectors):
-        return result.reshape(())
-    if result.dim() and not job.vectors:
-        raise TypeError(
-            f"the row function returned a tensor of shape {tuple(result.shape)}, and a gradient needs one number: reduce it, as by "
-            "sum(). Its Jacobian is what dg.derivatives(data, fn, {'jacobian': 'x'}) gives."
-        )
-    return result
-
-
-def _derivatives(output: Tensor, leaves: Mapping[Hashable, Tensor], job: Job, lead: int) -> dict[Order, Tensor]:
-    """The derivatives asked for, or a GraphError where no argument named in the call reaches the output."""
-    differentiable = output.requires_grad and (output.is_floating_point() or output.is_complex())
-    source = output if differentiable else output.detach().to(torch.get_default_dtype())
-    results, reached = derive(source, leaves, job.orders, lead)
-    must = bool(job.named) and not reached and not job.options.allow_unused
-    if must and not (differentiable and reaches(output, list(leaves.values()))):
-        raise GraphError(
-            f"no argument that was asked for ({', '.join(map(str, job.named))}) reaches what the row function returned: it is a "
-            "constant there. allow_unused=True gives zeros."
-        )
-    return results
 
 
 def _refused(why: str, cause: Exception | None = None) -> Exception:
@@ -465,7 +457,7 @@ def _refused(why: str, cause: Exception | None = None) -> Exception:
     return error
 
 
-def _random(job: Job) -> PlanError:
+def _random() -> PlanError:
     return PlanError(
         "the row function draws random numbers, which is refused unless it is meant: randomness='different' draws anew for each row, "
         "randomness='same' gives every row the same draw; seed= makes the column repeatable"
@@ -483,17 +475,24 @@ def _tensors(arrays: Arrays, device: torch.device) -> dict[Hashable, Tensor]:
     return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
 
 
+def _directions(job: Job, tensors: Mapping[Hashable, Tensor], rows: int, lead: int = 1) -> dict[Dot, Tensor]:
+    """The directions of derivatives: those that columns hold, and the constants, for each row."""
+    found = {key: tensor for key, tensor in tensors.items() if isinstance(key, Dot)}
+    constants = {key: c.expand(rows, *c.shape) if lead else c for key, c in job.directions.items()}
+    return {**found, **constants}
+
+
 def _array(tensor: Tensor) -> NDArray[Any]:
     """Plain numbers: never attached to a graph."""
     array: NDArray[Any] = tensor.detach().resolve_conj().resolve_neg().cpu().numpy()
     return array
 
 
-def _put_each(sink: Sink, order: Order, rows: Rows, values: list[Tensor]) -> None:
+def _put_each(sink: Sink, derivative: Derivative, rows: Rows, values: list[Tensor]) -> None:
     """Results of single rows, together where their shapes agree."""
     shapes = {value.shape for value in values}
     if len(shapes) == 1:
-        sink.put(order, rows, _array(torch.stack([value.detach() for value in values])))
+        sink.put(derivative, rows, _array(torch.stack([value.detach() for value in values])))
     else:
         for row, value in zip(rows, values, strict=True):
-            sink.put(order, np.array([row]), _array(value.detach()[None]))
+            sink.put(derivative, np.array([row]), _array(value.detach()[None]))

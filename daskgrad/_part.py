@@ -17,9 +17,11 @@ from torch import Tensor
 from . import _kernel
 from ._ambient import neutral
 from ._cells import ArrayKind, StaticKind
+from ._derivative import Dot, directions_of
 from ._errors import PlanError
 from ._mode import RowMode
 from ._names import function_name
+from ._output import Wish
 from ._paths import Rows
 from ._plan import Plan
 from ._records import ABSENT
@@ -41,7 +43,7 @@ def run(plan: Plan, part: pd.DataFrame | pd.Series, partition: int | None) -> pd
 
 
 def _solve(plan: Plan, table: Table, group: Group, device: torch.device, result: Result) -> None:
-    kinds = {a.name: table.argument(a).kind(group.codes[a.name]) for a in plan.inputs} if group.codes else {}
+    kinds = {a.name: table.argument(a).kind(group.codes[a.name]) for a in plan.inputs if a.name in group.codes}
     absent = [a for a in plan.inputs if getattr(kinds.get(a.name), "value", None) is ABSENT]
     if absent:
         for row in group.rows:
@@ -57,11 +59,10 @@ def _solve(plan: Plan, table: Table, group: Group, device: torch.device, result:
         rows=group.rows,
         arrays=_arrays(plan, table, kinds, cast),
         call=_caller(plan, table, kinds, cast, shared),
-        named=plan.named,
-        orders=result.orders,
+        wish=Wish(plan.named, result.wanted_derivatives, plan.output != "number", plan.options.allow_unused),
         options=plan.options,
         device=device,
-        vectors=plan.output != "number",
+        directions=_constants(plan, device),
         seed=table.seed() + int(group.rows[0]) if random else 0,
     )
     with neutral(cast.default, device, exclusive=random):
@@ -79,6 +80,12 @@ def _name_anomalies(job: _kernel.Job, result: Result) -> None:
         where = _kernel.first_not_finite(job, int(row))
         if where is not None:
             result.anomaly(int(row), f"gradient not finite: {where}")
+
+
+def _constants(plan: Plan, device: torch.device) -> dict[Dot, torch.Tensor]:
+    """The directions that are the same for every row."""
+    found = directions_of(plan.asked)
+    return {step: torch.from_numpy(step.constant.array.copy()).to(device) for step in found if step.constant is not None}
 
 
 def _static_refused(plan: Plan, name: Hashable, value: Any) -> str:

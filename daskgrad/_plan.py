@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from . import _cells, _columns
-from ._derivative import Derivative, Problem, arguments_of
+from ._derivative import Aux, Derivative, Dot, Problem, Project, arguments_of, directions_of
 from ._errors import PlanError
 from ._names import function_name, listing, nearest
 from ._options import Options
@@ -29,7 +29,7 @@ class Input:
     """One column argument of the row function and what feeds it.
 
     Attributes:
-        name: the argument.
+        name: the argument; for a column that is no argument but the direction of a derivative, the `Dot`.
         columns: the labels that feed it; several only where `stacked`. In a Series or a Bag: its one label.
         stacked: the columns are stacked into a vector, `inputs={"x": ["f0", "f1"]}`.
         position: where a Bag's tuple holds it.
@@ -205,22 +205,25 @@ def make(
 
         source = replace(source, empty=empty_of(source.records or [], bound))
     asked = wanted(bound, form)
+    directions = _directions(source, [derivative for _, derivative in asked])
     named = tuple(dict.fromkeys(name for _, derivative in asked for name in arguments_of(derivative)))
+    if not named and bound and any(isinstance(derivative, Problem) for _, derivative in asked):
+        named = (bound[0].name,)  # what is wrong with a row: with its gradient, as `grad_column` would take it
     by_name = {argument.name: argument for argument in bound}
     for name in named:
         _check_differentiable(source, fn, name, by_name, shared)
     if form == "row":
         bound = tuple(by_name[name] for name in named)
-    outputs = _outputs(source, asked, by_name, bound, form)
+    outputs = _outputs(source, asked, by_name, bound)
     if output == "vector":
-        outputs = tuple(o if isinstance(o.derivative, Problem) else replace(o, dtype=np.dtype(object)) for o in outputs)
+        outputs = tuple(replace(o, dtype=np.dtype(object)) if isinstance(o.derivative, tuple) else o for o in outputs)
     from . import __version__
 
     return Plan(
         fn=fn,
         signature=signature,
         form=form,
-        inputs=bound,
+        inputs=(*bound, *directions),
         shared=shared,
         outputs=outputs,
         named=named,
@@ -229,7 +232,7 @@ def make(
         output=output,
         bag=source.kind == "bag",
         options=options,
-        columns=_read(source, bound, form),
+        columns=_read(source, (*bound, *directions), form),
         version=__version__,
     )
 
@@ -417,6 +420,25 @@ def _check_differentiable(
             )
 
 
+def _directions(source: Source, derivatives: Iterable[Derivative]) -> tuple[Input, ...]:
+    """The columns that hold directions, as inputs of their own. In a Bag of tuples they have no position."""
+    found = []
+    for step in directions_of(derivatives):
+        if step.column is None:
+            continue
+        if source.labels is not None and step.column not in source.labels:
+            raise PlanError(
+                f"dot({step.wrt!r}, {step.column!r}) needs the column {step.column!r} as its direction, which there is not. The columns: "
+                f"{listing(source.labels)}.{nearest(step.column, source.labels)} A direction that is the same for every row is given as "
+                "numbers."
+            )
+        dtype = _dtype(source, step.column)
+        if dtype is not None and (reason := _cells.refusal(dtype)) is not None:
+            raise PlanError(f"dot({step.wrt!r}, {step.column!r}): the column is no direction: {reason}")
+        found.append(Input(step, (step.column,), position=sys.maxsize))
+    return tuple(found)
+
+
 def _text_hint(source: Source, column: Hashable) -> str:
     if _cells.role(_dtype(source, column)) != "static":
         return ""
@@ -453,18 +475,16 @@ def _outputs(
     asked: list[tuple[Hashable | None, Derivative]],
     by_name: dict[Hashable, Input],
     bound: tuple[Input, ...],
-    form: Form,
 ) -> tuple[Output, ...]:
     outputs: list[Output] = []
     for label, derivative in asked:
-        if isinstance(derivative, Problem):
-            outputs.append(Output(label, derivative, pd.StringDtype(na_value=np.nan)))
-        elif label is None and len(derivative) == 1 and by_name[derivative[0]].stacked:
-            for k, column in enumerate(by_name[derivative[0]].columns):
+        stacked = isinstance(derivative, tuple) and len(derivative) == 1 and _stacked(derivative[0], by_name)
+        if label is None and stacked:
+            for k, column in enumerate(by_name[derivative[0]].columns):  # type: ignore[index]
                 outputs.append(Output(column, derivative, _gradient_dtype(source, column), k))
         else:
-            name = by_name[derivative[0]].label if label is None else label
-            outputs.append(Output(name, derivative, _derivative_dtype(source, derivative, by_name, bound, form)))
+            name = _label(derivative, by_name) if label is None else label
+            outputs.append(Output(name, derivative, _derivative_dtype(source, derivative, by_name, bound)))
     labels = [output.label for output in outputs]
     twice = [label for label in labels if labels.count(label) > 1]
     if twice:
@@ -474,23 +494,36 @@ def _outputs(
     return tuple(outputs)
 
 
+def _stacked(step: Any, by_name: dict[Hashable, Input]) -> bool:
+    return not isinstance(step, Dot) and by_name[step].stacked
+
+
+def _label(derivative: Derivative, by_name: dict[Hashable, Input]) -> Hashable:
+    """The name of a result that was given none: the column that feeds the argument, or the reduction as it is written."""
+    if isinstance(derivative, tuple) and len(derivative) == 1 and not isinstance(derivative[0], Dot):
+        return by_name[derivative[0]].label
+    return str(derivative[0]) if isinstance(derivative, tuple) else str(derivative)
+
+
 def _gradient_dtype(source: Source, column: Hashable) -> Any:
     dtype = _dtype(source, column)
     return np.dtype("float64") if dtype is None else _cells.gradient_dtype(dtype)
 
 
-def _derivative_dtype(source: Source, derivative: Any, by_name: dict[Hashable, Input], bound: tuple[Input, ...], form: Form) -> Any:
-    """First order: the argument's own (rule 1). Higher orders and the value: what all that is involved has in common."""
-    if derivative:
-        involved = [by_name[name] for name in derivative]
-    else:
-        involved = [argument for argument in bound if form != "row" or argument.name in by_name]
-    if len(derivative) == 1 and not involved[0].stacked:
-        return _gradient_dtype(source, involved[0].columns[0])
-    if any(argument.stacked for argument in involved) and derivative:
+def _derivative_dtype(source: Source, derivative: Derivative, by_name: dict[Hashable, Input], bound: tuple[Input, ...]) -> Any:
+    """First order: the argument's own (rule 1). Numbers made of several: what all that is involved has in common."""
+    if isinstance(derivative, Problem):
+        return pd.StringDtype(na_value=np.nan)
+    if isinstance(derivative, Project) or (isinstance(derivative, Aux) and derivative.array):
         return np.dtype(object)
+    names = [step for step in derivative if not isinstance(step, Dot)] if isinstance(derivative, tuple) else []
+    if len(names) == 1 and not by_name[names[0]].stacked:
+        return _gradient_dtype(source, by_name[names[0]].columns[0])
+    if any(by_name[name].stacked for name in names):
+        return np.dtype(object)
+    involved = [by_name[name] for name in arguments_of(derivative)] or list(bound)
     dtypes = [_gradient_dtype(source, c) for a in involved for c in a.columns if _differentiable(source, c)]
-    return _cells.common_dtype(dtypes, value=not derivative)
+    return _cells.common_dtype(dtypes, value=not names)
 
 
 def _differentiable(source: Source, column: Hashable) -> bool:

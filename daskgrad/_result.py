@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ._captured import modules
 from ._columns import ColumnBuilder
-from ._derivative import Order, Problem
+from ._derivative import Aux, Derivative, Problem, arguments_of
 from ._errors import DaskgradError, GraphError, PlanError, RowError
 from ._names import function_name
 from ._paths import Rows
@@ -46,12 +46,12 @@ class Result:
         self._finite = {False: np.ones(len(index), bool), True: np.ones(len(index), bool)}
 
     @property
-    def orders(self) -> list[Order]:
-        """The derivatives to compute; where problems are asked for, those of the whole call and the value."""
-        wanted: list[Order] = [d for d in self.plan.derivatives if not isinstance(d, Problem)]
+    def wanted_derivatives(self) -> list[Derivative]:
+        """What to compute; where problems are asked for, all of the call and the value."""
+        wanted = [d for d in self.plan.derivatives if not isinstance(d, Problem)]
         if any(isinstance(d, Problem) for d in self.plan.derivatives):
             wanted += [(), *(d for d in self.plan.asked if not isinstance(d, Problem))]
-            if all(not order for order in wanted):
+            if not any(arguments_of(derivative) for derivative in wanted):
                 wanted += [(name,) for name in self.plan.named]
         return list(dict.fromkeys(wanted))
 
@@ -61,13 +61,13 @@ class Result:
 
     # the kernel's side
 
-    def put(self, order: Order, rows: Rows, values: NDArray[Any]) -> None:
+    def put(self, derivative: Derivative, rows: Rows, values: NDArray[Any]) -> None:
         places = as_slice(rows)
         for output in self._columns:
-            if output.derivative == order:
+            if output.derivative == derivative:
                 self._put(output, places, values if output.component is None else values[:, output.component])
-        if self._problem or self._watched:
-            self._finite[bool(order)][places] &= np.isfinite(values.reshape(len(values), -1)).all(axis=1)
+        if (self._problem or self._watched) and not isinstance(derivative, Aux):
+            self._finite[derivative != ()][places] &= np.isfinite(values.reshape(len(values), -1)).all(axis=1)
 
     def _put(self, output: Output, places: Rows | slice, values: NDArray[Any]) -> None:
         try:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from . import _cells
 from ._cells import ArrayKind, Cells, StaticKind
+from ._derivative import Dot, directions_of
 from ._errors import GraphError, PlanError
 from ._paths import Rows
 from ._plan import Input, Plan
@@ -53,10 +54,10 @@ class Table:
     def groups(self) -> Iterator[Group]:
         """The rows in which nothing is missing, by what their cells are."""
         everything = np.arange(len(self.part))
-        if self.plan.form == "row":  # cells are looked at when they are read
-            yield Group(everything, {})
-            return
-        cells = {argument.name: self.argument(argument) for argument in self.plan.inputs}
+        looked_at = self.plan.inputs
+        if self.plan.form == "row":  # cells are looked at when they are read, but for directions, which never are
+            looked_at = tuple(argument for argument in looked_at if isinstance(argument.name, Dot))
+        cells = {argument.name: self.argument(argument) for argument in looked_at}
         missing = np.zeros(len(self.part), bool)
         for one in cells.values():
             if one.missing is not None:
@@ -149,7 +150,7 @@ class Cast:
 
     def __init__(self, plan: Plan, module_dtype: np.dtype[Any] | None, kinds: Sequence[ArrayKind | StaticKind]) -> None:
         self.to = plan.options.dtype or module_dtype
-        self._named = set(plan.named)
+        self._named = {*plan.named, *directions_of(plan.asked)}
         read = [_real(kind.dtype) for kind in kinds if isinstance(kind, ArrayKind) and kind.dtype.kind in "fc"]
         self.floating = self.to or (np.result_type(*read) if read else np.dtype("float64"))
         self.default: torch.dtype = getattr(torch, self.floating.name)

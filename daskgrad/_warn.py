@@ -27,6 +27,11 @@ def one_call(identity: bytes) -> Iterator[None]:
         _call.reset(token)
 
 
+def current_call() -> bytes | None:
+    """The identity of the call that this part belongs to; None in pandas, where a call is one part."""
+    return _call.get()
+
+
 def slower(function: str, reason: str) -> None:
     """Warn that `function` runs slower than it could, at the user's line; on a worker, where the call was made."""
     call = _call.get()
