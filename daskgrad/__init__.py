@@ -13,5 +13,7 @@ from ._errors import EngineWarning as EngineWarning
 from ._errors import GraphError as GraphError
 from ._errors import PlanError as PlanError
 from ._errors import RowError as RowError
+from ._explain import explain as explain
+from ._gradcheck import gradcheck as gradcheck
 
 __version__ = "0.1.0"

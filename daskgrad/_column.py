@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import pandas as pd
 
 from . import _captured, _dask, _options, _plan
-from ._derivative import Aux, Derivative, Norm, Problem, Project, arguments_of, parse
+from ._derivative import Aux, Derivative, Norm, Problem, Project, parse
 from ._errors import PlanError
 from ._names import listing
-from ._plan import Form, Input, Plan, Source
+from ._plan import Plan, Source
 
 
 def grad_column(
@@ -68,17 +68,7 @@ def grad_column(
         1  20.0  4.0
         2  36.0  9.0
     """
-    several = isinstance(wrt, list)
-    wishes = list(wrt) if several else ([] if wrt is None else [wrt])
-    asked = [wish if isinstance(wish, Norm | Project | Aux | Problem) else (wish,) for wish in wishes]
-    names = list(dict.fromkeys(name for derivative in asked for name in arguments_of(derivative)))
-    if several and not wishes:
-        raise PlanError("wrt=[] asks for no derivative: name at least one argument, or leave wrt out for the first")
-
-    def wanted(bound: tuple[Input, ...], form: Form) -> list[tuple[Hashable | None, Derivative]]:
-        return [(None, derivative) for derivative in asked or [(_first(bound, fn),)]]
-
-    return _run(data, fn, wanted, inputs, shared, options, single=not several, output="number", row_wrt=names)
+    return _apply(data, plan_of(data, fn, wrt, inputs=inputs, shared=shared, **options))
 
 
 def derivatives(
@@ -116,50 +106,59 @@ def derivatives(
     """
     if not isinstance(wanted, Mapping) or not wanted:
         raise PlanError(f"derivatives needs {{name: derivative}} with at least one name; it got {wanted!r}")
-    asked: list[tuple[Hashable | None, Derivative]] = [(name, parse(wish, name)) for name, wish in wanted.items()]
-    names = [name for _, derivative in asked for name in arguments_of(derivative)]
-    if any(isinstance(derivative, Problem) for _, derivative in asked):
-        options.setdefault("on_error", "null")
-
-    def wish(bound: tuple[Input, ...], form: Form) -> list[tuple[Hashable | None, Derivative]]:
-        return asked
-
-    return _run(
-        data, fn, wish, inputs, shared, options, single=False, output="vector" if vector else "any", row_wrt=list(dict.fromkeys(names))
-    )
+    return _apply(data, plan_of(data, fn, wanted, vector=vector, inputs=inputs, shared=shared, **options))
 
 
-def _first(bound: tuple[Input, ...], fn: Callable[..., Any]) -> Hashable:
-    if not bound:
-        raise PlanError("no column feeds an argument of the row function, so there is nothing to differentiate by")
-    return bound[0].name
-
-
-def _run(
+def plan_of(
     data: Any,
     fn: Callable[..., Any],
-    wanted: Callable[[tuple[Input, ...], Form], list[tuple[Hashable | None, Derivative]]],
-    inputs: Mapping[str, Any] | None,
-    shared: Mapping[str, Any] | None,
-    options: dict[str, Any],
+    wrt: Any,
     *,
-    single: bool,
-    output: Literal["number", "vector", "any"],
-    row_wrt: list[Hashable],
-) -> Any:
+    vector: bool = False,
+    inputs: Mapping[str, Any] | None = None,
+    shared: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Plan:
+    """The plan of a call: of `derivatives` where `wrt` is `{name: derivative}`, of `grad_column` otherwise. Nothing is computed."""
+    several = isinstance(wrt, list | Mapping)
+    asked = _asked(wrt)
+    if any(isinstance(derivative, Problem) for _, derivative in asked):
+        options.setdefault("on_error", "null")
     chosen = _options.make(options)
     if chosen.randomness != "error" and chosen.seed is None:
         chosen = replace(chosen, seed=_seed())
-    source = _source(data)
-    plan = _plan.make(source, fn, wanted, inputs=inputs, shared=shared, options=chosen, single=single, output=output, row_wrt=row_wrt)
+    plan = _plan.make(
+        _source(data),
+        fn,
+        asked,
+        inputs=inputs,
+        shared=shared,
+        options=chosen,
+        single=not several,
+        output=("vector" if vector else "any") if isinstance(wrt, Mapping) else "number",
+    )
     _captured.check(plan)
-    kind = _dask.kind(data)
-    if kind == "bag":
-        return _dask.bag(data, plan)
-    if kind is not None:
+    if _dask.kind(data) in ("frame", "series"):
         _refuse_text_that_was_arrays(data, plan)
-        return _dask.frame(data, plan)
-    return _on_pandas(data, plan)
+    return plan
+
+
+def _asked(wrt: Any) -> list[tuple[Hashable | None, Derivative]]:
+    """What is asked for, with its name or None for the name of the column; empty for the default, the first argument."""
+    if isinstance(wrt, Mapping):
+        return [(name, parse(wish, name)) for name, wish in wrt.items()]
+    if isinstance(wrt, list) and not wrt:
+        raise PlanError("wrt=[] asks for no derivative: name at least one argument, or leave wrt out for the first")
+    wishes = wrt if isinstance(wrt, list) else [] if wrt is None else [wrt]
+    return [(None, wish if isinstance(wish, Norm | Project | Aux | Problem) else (wish,)) for wish in wishes]
+
+
+def _apply(data: Any, plan: Plan) -> Any:
+    """`plan` on its carrier: pandas at once, Dask lazily."""
+    kind = _dask.kind(data)
+    if kind is None:
+        return _on_pandas(data, plan)
+    return _dask.bag(data, plan) if kind == "bag" else _dask.frame(data, plan)
 
 
 def _on_pandas(data: pd.DataFrame | pd.Series, plan: Plan) -> Any:

@@ -92,6 +92,9 @@ class Report:
         paths: how many paths the rows took.
         batch_size: rows of the last batch.
         bytes_per_row: what torch's calls hold for a row, forward.
+        output: the shape of what `fn` returns.
+        dtype: torch's default dtype inside.
+        shapes: the shapes of the differentiated arguments.
     """
 
     batched: int = 0
@@ -99,6 +102,9 @@ class Report:
     paths: int = 0
     batch_size: int = 0
     bytes_per_row: int = 0
+    output: tuple[int, ...] = ()
+    dtype: str = ""
+    shapes: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
 
 
 def solve(job: Job, sink: Sink) -> None:
@@ -254,6 +260,8 @@ class _Solver:
         anchor = torch.empty((len(rows), 0), device=job.device)
         with slow_rules(fallback):
             value, *extras = torch.vmap(one_row, randomness=job.options.randomness)(anchor, *tensors.values())
+        job.report.output = tuple(value.shape[1:])
+        job.report.shapes = {name: tuple(leaf.shape[1:]) for name, leaf in mode.named.items()}
         results = derived(value, extras, mode.named, _directions(job, tensors, len(rows)), job.wish, lead=1)
         active = None if paths.active is None else torch.from_numpy(paths.active)
         return {key: _array(tensor if active is None else tensor[active]) for key, tensor in results.items()}, mode
@@ -434,6 +442,8 @@ class _Solver:
         if mode.cut is not None:
             raise mode.cut
         value, *extras = taken(result, job.wish, job.device)
+        job.report.output = tuple(value.shape)
+        job.report.shapes = {name: tuple(leaf.shape) for name, leaf in mode.named.items()}
         return derived(value, extras, mode.named, directions, job.wish, lead=0), mode
 
 
@@ -484,7 +494,7 @@ def _directions(job: Job, tensors: Mapping[Hashable, Tensor], rows: int, lead: i
 
 def _array(tensor: Tensor) -> NDArray[Any]:
     """Plain numbers: never attached to a graph."""
-    array: NDArray[Any] = tensor.detach().resolve_conj().resolve_neg().cpu().numpy()
+    array: NDArray[Any] = tensor.numpy(force=True)
     return array
 
 

@@ -33,13 +33,18 @@ from ._table import Cast, Group, Table, as_slice, dtypes_of, kind_of
 
 def run(plan: Plan, part: pd.DataFrame | pd.Series, partition: int | None) -> pd.Series | pd.DataFrame:
     """The result of `plan` for one part: `part`'s index, in `part`'s order."""
+    return solve(plan, part, partition).finish()
+
+
+def solve(plan: Plan, part: pd.DataFrame | pd.Series, partition: int | None) -> Result:
+    """The result of one part before it is made into columns, with the rows that failed."""
     result = Result(plan, part, partition)
     if len(part):
         table = Table(plan, part)
         device = _device(plan)
         for group in table.groups():
             _solve(plan, table, group, device, result)
-    return result.finish()
+    return result
 
 
 def _solve(plan: Plan, table: Table, group: Group, device: torch.device, result: Result) -> None:
@@ -65,6 +70,8 @@ def _solve(plan: Plan, table: Table, group: Group, device: torch.device, result:
         directions=_constants(plan, device),
         seed=table.seed() + int(group.rows[0]) if random else 0,
     )
+    job.report.dtype = cast.floating.name
+    result.reports.append(job.report)
     with neutral(cast.default, device, exclusive=random):
         if random:
             torch.manual_seed(job.seed)

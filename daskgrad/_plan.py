@@ -180,31 +180,33 @@ class Source:
 def make(
     source: Source,
     fn: Callable[..., Any],
-    wanted: Callable[[tuple[Input, ...], Form], list[tuple[Hashable | None, Derivative]]],
+    asked: list[tuple[Hashable | None, Derivative]],
     *,
     inputs: Mapping[str, Any] | None,
     shared: Mapping[str, Any] | None,
     options: Options,
     single: bool,
     output: Literal["number", "vector", "any"],
-    row_wrt: Sequence[Hashable],
 ) -> Plan:
     """The plan for `fn` on `source`.
 
-    `wanted` is called with the bound inputs and says which derivatives are asked for, with the label of each or None for the label
-    of the column. `row_wrt` are the names asked for, in case `fn` gets whole rows and they are columns.
+    `asked` says which derivatives are wanted, with the label of each or None for the label of the column; empty: the gradient by the
+    first argument that a column feeds.
     """
     if not callable(fn):
         raise PlanError(f"the row function is a {type(fn).__name__}, {fn!r}: pass a function of one row")
     signature = signature_of(fn)
     inputs, shared = dict(inputs or {}), dict(shared or {})
     _check_names(fn, signature, inputs, shared)
-    form, bound = _bind(source, fn, signature, inputs, shared, row_wrt)
+    names = list(dict.fromkeys(name for _, derivative in asked for name in arguments_of(derivative)))
+    form, bound = _bind(source, fn, signature, inputs, shared, names)
     if source.kind == "bag":
         from ._records import empty_of
 
         source = replace(source, empty=empty_of(source.records or [], bound))
-    asked = wanted(bound, form)
+    if not bound:
+        raise PlanError(f"no column feeds an argument of {function_name(fn)}, so there is nothing to differentiate by")
+    asked = asked or [(None, (bound[0].name,))]
     directions = _directions(source, [derivative for _, derivative in asked])
     named = tuple(dict.fromkeys(name for _, derivative in asked for name in arguments_of(derivative)))
     if not named and bound and any(isinstance(derivative, Problem) for _, derivative in asked):

@@ -31,6 +31,7 @@ class Result:
     failures: dict[int, Exception] = field(default_factory=dict)
     first: int | None = None
     reason: str | None = None
+    reports: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         index = self.part.index

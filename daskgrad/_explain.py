@@ -1,0 +1,245 @@
+"""What would run, and why: for a terminal and for a notebook."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pandas as pd
+
+from . import _dask, _kernel
+from ._autograd import by_columns, canonical_order
+from ._cells import StaticKind
+from ._column import plan_of
+from ._derivative import Aux, Derivative, Dot, Norm, Problem, Project, spelled
+from ._errors import DaskgradError
+from ._names import function_name
+from ._plan import Input, Plan
+from ._sample import few_rows
+
+ROWS = 256
+"""Rows of pandas data that are run to see; of Dask data it is a sixteenth."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Sections of (what, how); text in a terminal, tables in a notebook."""
+
+    title: str
+    sections: Sequence[tuple[str, Sequence[tuple[str, str]]]]
+
+    def __str__(self) -> str:
+        width = max((len(what) for _, lines in self.sections for what, _ in lines), default=0)
+        text = [self.title]
+        for name, lines in self.sections:
+            text += ["", name]
+            text += [f"  {what:<{width}}  {how}" for what, how in lines]
+        return "\n".join(text)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        cell = 'style="text-align:left;vertical-align:top;padding:2px 12px 2px 0"'
+        rows = []
+        for name, lines in self.sections:
+            rows.append(f'<tr><th colspan="2" style="text-align:left;padding-top:8px">{html.escape(name)}</th></tr>')
+            rows += [f"<tr><td {cell}><code>{html.escape(what)}</code></td><td {cell}>{html.escape(how)}</td></tr>" for what, how in lines]
+        return f"<div><b>{html.escape(self.title)}</b><table>{''.join(rows)}</table></div>"
+
+
+def explain(
+    data: Any,
+    fn: Callable[..., Any],
+    wrt: Any = None,
+    *,
+    vector: bool = False,
+    inputs: Mapping[str, Any] | None = None,
+    shared: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Explanation:
+    """What a call would read, compute and return, and why; seen by running a few rows.
+
+    Args:
+        data, fn, inputs, shared, **options: as for `grad_column`.
+        wrt: as for `grad_column`, or `{name: derivative}` as for `derivatives`.
+
+    Returns:
+        An `Explanation`: `print` it, or leave it at the end of a notebook's cell. Of Dask data, a few rows of three partitions are
+        computed; the explanation says which.
+
+    Raises:
+        PlanError: the call itself makes no sense.
+
+    Example:
+        >>> import pandas as pd, daskgrad as dg
+        >>> df = pd.DataFrame({"x": [1.0, 2.0], "kind": ["call", "put"]})
+        >>> print(dg.explain(df, lambda x, kind: x**2 if kind == "call" else -x))  # doctest: +ELLIPSIS
+        lambda on a pandas DataFrame of 2 rows
+        ...
+    """
+    plan = plan_of(data, fn, wrt, vector=vector, inputs=inputs, shared=shared, **options)
+    local = _dask.kind(data) is None
+    sample, looked = few_rows(data, ROWS if local else ROWS // 16)
+    part = plan.records(sample) if isinstance(sample, list) else sample
+    return Explanation(
+        f"{function_name(fn)} on {_described(data)}",
+        [("Reads", _reads(plan, part)), ("Returns", _returns(plan)), *_seen(plan, part, looked)],
+    )
+
+
+def _described(data: Any) -> str:
+    kind = _dask.kind(data)
+    if kind is None:
+        return f"a pandas {type(data).__name__} of {len(data):,} rows"
+    name = {"frame": "DataFrame", "series": "Series", "bag": "Bag"}[kind]
+    return f"a Dask {name} of {data.npartitions:,} partitions"
+
+
+# --- what is decided before anything runs -----------------------------------------------------------------------------
+
+
+def _reads(plan: Plan, part: pd.DataFrame | pd.Series) -> list[tuple[str, str]]:
+    from ._table import Table
+
+    table = Table(plan, part)
+    lines = [(str(argument.name), _source(argument, table, part)) for argument in plan.inputs]
+    if plan.form == "row":
+        lines.append(("the whole row", "columns are looked at when they are read, and all of them are loaded"))
+    lines += [(name, f"shared: {_shared(value)}") for name, value in plan.shared.items()]
+    bound = {argument.name for argument in plan.inputs} | set(plan.shared)
+    lines += [(name, f"its default, {value!r:.60}") for name, value in plan.signature.defaults.items() if name not in bound]
+    return lines
+
+
+def _source(argument: Input, table: Any, part: pd.DataFrame | pd.Series) -> str:
+    columns = ", ".join(repr(column) for column in argument.columns[:6]) + (", …" if len(argument.columns) > 6 else "")
+    what = f"columns {columns} stacked" if argument.stacked else f"column {columns}"
+    dtype = table.column(argument.columns[0]).dtype
+    cells = table.argument(argument)
+    count = int(cells.codes.max()) + 1 if cells.codes is not None and len(part) else min(len(part), 1)
+    kinds = [cells.kind(code) for code in range(count)]
+    static = [kind for kind in kinds if isinstance(kind, StaticKind)]
+    shapes = [kind.shape for kind in kinds if not isinstance(kind, StaticKind)]
+    if static:
+        shown = ", ".join(repr(kind.value) for kind in static[:4]) + (", …" if len(static) > 4 else "")
+        return f"{what} ({dtype}): static, the plain value, {shown}"
+    if not shapes or set(shapes) == {()}:
+        return f"{what} ({dtype}): a number"
+    kinds_of = f"an array of shape {shapes[0]}" if len(set(shapes)) == 1 else f"arrays of {len(set(shapes))} shapes, grouped"
+    return f"{what} ({dtype}): {kinds_of}"
+
+
+def _shared(value: Any) -> str:
+    parameters = getattr(value, "parameters", None)
+    if callable(parameters):
+        found = list(parameters())
+        dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in found})
+        return f"{type(value).__name__}, {sum(p.numel() for p in found):,} parameters, {', '.join(dtypes)}"
+    shape = getattr(value, "shape", None)
+    return f"{type(value).__name__}" + (f" of shape {tuple(shape)}" if shape is not None else f" {value!r:.60}")
+
+
+def _returns(plan: Plan) -> list[tuple[str, str]]:
+    return [(str(output.label), f"{output.dtype}: {_meaning(output.derivative)}") for output in plan.outputs]
+
+
+def _meaning(derivative: Derivative) -> str:
+    if isinstance(derivative, Problem):
+        return "what is wrong with the row"
+    if isinstance(derivative, Aux):
+        return f"the further output {derivative.name!r}"
+    if isinstance(derivative, Norm | Project):
+        return f"{derivative}, a reduction of the gradient"
+    return f"d/d{spelled(derivative)}" if derivative else "the value"
+
+
+# --- what is seen by running ------------------------------------------------------------------------------------------
+
+
+def _seen(plan: Plan, part: pd.DataFrame | pd.Series, looked: str) -> list[tuple[str, list[tuple[str, str]]]]:
+    from ._part import solve
+    from ._shared import copies, module_dtype
+
+    trial = replace(plan, shared=copies(plan.shared), options=replace(plan.options, on_error="null"))
+    try:
+        result = solve(trial, part, None)
+    except DaskgradError as problem:
+        return [("Runs", [("looked at", looked), ("error", f"{type(problem).__name__}: {problem}")])]
+    reports: list[_kernel.Report] = result.reports
+    forced = plan.options.dtype or module_dtype([*plan.shared.values(), plan.fn])
+    lines = [("looked at", looked), ("dtype inside", _dtype(reports, forced is not None))]
+    lines += _engine(plan, reports, result.reason)
+    if result.failures:
+        row, error = min(result.failures.items())
+        lines.append(("fails", f"{len(result.failures)} of the rows looked at; row {part.index[row]!r}: {type(error).__name__}: {error}"))
+    return [("Runs", lines), ("Derivatives", _modes(plan, reports))]
+
+
+def _dtype(reports: Sequence[_kernel.Report], forced: bool) -> str:
+    found = ", ".join(sorted({report.dtype for report in reports})) or "unknown: no row was seen"
+    why = "cast on the way in, and results back (a shared module's dtype, or the option dtype=, wins)" if forced else "that of what is read"
+    return f"{found}, {why}"
+
+
+def _engine(plan: Plan, reports: Sequence[_kernel.Report], reason: str | None) -> list[tuple[str, str]]:
+    batched, looped = sum(r.batched for r in reports), sum(r.looped for r in reports)
+    if plan.options.engine == "loop":
+        how = "the loop, as asked: one row after the other"
+    elif looped and not batched:
+        how = f"the loop: {reason or 'too few rows are alike to make a batch'}"
+    elif looped:
+        how = f"batches under vmap; {looped} of {batched + looped} rows one by one: {reason or 'too few alike'}"
+    else:
+        how = "batches under vmap, and one backward pass for each batch"
+    lines = [("engine", how)]
+    if batched:
+        paths, size = sum(r.paths for r in reports), max(r.batch_size for r in reports)
+        per_row = max(r.bytes_per_row for r in reports)
+        lines.append(("groups and paths", f"{len(reports)} groups of rows that are alike, {paths} paths through the function"))
+        lines.append(
+            ("batch", f"up to {size:,} rows; about {per_row:,} bytes a row forward, {2 * size * per_row / 2**20:,.0f} MiB a batch")
+        )
+    if reason:
+        lines.append(("slower", reason))
+        lines.append(("faster", "torch operations that vmap can batch, and torch.where instead of values that differ in every row"))
+    return lines
+
+
+def _modes(plan: Plan, reports: Sequence[_kernel.Report]) -> list[tuple[str, str]]:
+    report = next((r for r in reports if r.shapes or not plan.named), None)
+    if report is None:
+        return [("unknown", "no row came through")]
+    sizes = {name: _size(report.shapes.get(name, ())) for name in plan.named}
+    out = _size(report.output)
+    lines = []
+    for derivative in plan.derivatives:
+        orders = derivative.of if isinstance(derivative, Norm | Project) else (derivative,) if isinstance(derivative, tuple) else ()
+        lines += [(spelled(order) if order else "value", _mode(order, sizes, out)) for order in orders]
+    return list(dict.fromkeys(lines))
+
+
+def _mode(order: tuple[Any, ...], sizes: Mapping[Any, int], out: int) -> str:
+    if not order:
+        return "forward"
+    first, *rest = canonical_order(order, sizes)
+    inputs = sizes[first.wrt if isinstance(first, Dot) else first]
+    if out == 1:
+        how = "reverse: one backward pass, shared by all first-order derivatives"
+    elif not rest and by_columns(out, inputs):
+        how = f"a Jacobian of {out} × {inputs} by its columns: {inputs} products of the reverse of the reverse pass, checked by one of them"
+    else:
+        how = f"a Jacobian of {out} × {inputs} by its rows: {out} backward passes"
+    passes = out
+    for step, following in zip([first, *rest], rest, strict=False):
+        passes *= 1 if isinstance(step, Dot) else sizes[step]
+        how += f"; then by {following}: {passes} backward pass{'es' if passes > 1 else ''} through the same graph"
+    return how
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for extent in shape:
+        size *= extent
+    return size
