@@ -112,8 +112,7 @@ class _Numbers:
     """One number a cell, in one buffer."""
 
     def __init__(self, dtype: np.dtype[Any], rows: int, seal: Callable[[Array, NDArray[np.bool_]], Any]) -> None:
-        nothing = complex(np.nan, np.nan) if dtype.kind == "c" else np.nan
-        self._values = np.full(rows, nothing, dtype)  # (rows,)
+        self._values = np.empty(rows, dtype)  # (rows,)
         self._missing = np.ones(rows, bool)  # (rows,)
         self._seal = seal
 
@@ -126,6 +125,8 @@ class _Numbers:
         self._missing[rows] = False
 
     def finish(self) -> Any:
+        if self._missing.any():
+            self._values[self._missing] = complex(np.nan, np.nan) if self._values.dtype.kind == "c" else np.nan
         return self._seal(self._values, self._missing)
 
 
