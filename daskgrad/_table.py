@@ -62,7 +62,7 @@ class Table:
         for one in cells.values():
             if one.missing is not None:
                 missing |= one.missing
-        rows = everything[~missing]
+        rows = everything[~missing] if missing.any() else everything
         if not len(rows):
             return
         mixed = {name: one.codes for name, one in cells.items() if one.codes is not None}
