@@ -31,8 +31,9 @@ _functorch: Any = torch._C._functorch
 
 PROBE = 64
 """Rows of the first batch, which tells what a row costs."""
-MOST = 65_536
-"""Rows of a batch at most: beyond it nothing is gained, and temporaries leave the cache."""
+MOST = 262_144
+"""Rows of a batch at most, for each of torch's threads: with fewer, the fixed cost of a batch shows in cheap functions, and threads
+meet too often; with more nothing is gained, and temporaries leave the cache."""
 BUDGET = 128 * 2**20
 """Bytes that the results of one batch's torch calls may hold; the backward pass needs about as much again."""
 STOP_BISECTING = 16
@@ -234,7 +235,7 @@ class _Solver:
 
     def _choose_size(self, nbytes: int, rows: int) -> None:
         if self.job.options.batch_size is None:
-            self.size = int(np.clip(BUDGET * rows // max(nbytes, 1), 1, MOST))
+            self.size = max(1, min(BUDGET * rows // max(nbytes, 1), MOST * torch.get_num_threads()))
 
     def _batched(self, paths: Paths, fresh: bool, fallback: bool) -> tuple[dict[Derivative, NDArray[Any]], RowMode]:
         """One run of the row function on a batch."""
