@@ -164,7 +164,7 @@ def _apply(data: Any, plan: Plan) -> Any:
 def _on_pandas(data: pd.DataFrame | pd.Series, plan: Plan) -> Any:
     from ._shared import copies
 
-    if isinstance(data, pd.DataFrame) and plan.columns is not None:
+    if isinstance(data, pd.DataFrame) and plan.columns is not None and plan.columns != list(data.columns):
         data = data[plan.columns]
     return replace(plan, shared=copies(plan.shared)).run(data, None)
 
