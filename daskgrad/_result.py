@@ -44,7 +44,8 @@ class Result:
         self._anomalies: dict[int, str] = {}
         self._watched = self.plan.options.detect_anomaly
         self._problem = any(isinstance(derivative, Problem) for derivative in self.plan.asked)
-        self._finite = {False: np.ones(len(index), bool), True: np.ones(len(index), bool)}
+        looked_at = len(index) if self._problem or self._watched else 0
+        self._finite = {False: np.ones(looked_at, bool), True: np.ones(looked_at, bool)}
 
     @property
     def wanted_derivatives(self) -> list[Derivative]:
