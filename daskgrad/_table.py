@@ -58,11 +58,8 @@ class Table:
         if self.plan.form == "row":  # cells are looked at when they are read, but for directions, which never are
             looked_at = tuple(argument for argument in looked_at if isinstance(argument.name, Dot))
         cells = {argument.name: self.argument(argument) for argument in looked_at}
-        missing = np.zeros(len(self.part), bool)
-        for one in cells.values():
-            if one.missing is not None:
-                missing |= one.missing
-        rows = everything[~missing] if missing.any() else everything
+        missing = [one.missing for one in cells.values() if one.missing is not None]
+        rows = np.flatnonzero(~np.logical_or.reduce(missing)) if missing else everything
         if not len(rows):
             return
         mixed = {name: one.codes for name, one in cells.items() if one.codes is not None}
