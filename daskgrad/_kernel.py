@@ -201,8 +201,8 @@ class _Solver:
                 self._recover(paths, answers, mode.raised)
             elif not self._diverged_at_random(state, paths):
                 self._part(paths)
-                self._choose_size(mode.nbytes, len(rows))
-                self._note(paths, mode.nbytes)
+                self._choose_size(paths)
+                self._note(paths)
                 for derivative, values in results.items():
                     self.sink.put(derivative, paths.remaining, values)
 
@@ -216,26 +216,29 @@ class _Solver:
             return
         self._part(paths)
         if isinstance(signal, Regroup):
+            self._choose_size(paths, most=4 * len(paths.rows))  # what a whole run costs is not known
             self._push(tuple(paths.answers), paths.remaining)
         elif isinstance(signal, Unbatchable):
             self._give_up(tuple(paths.answers), paths.remaining, str(signal))
         # MissingCell: these rows have no result
 
-    def _note(self, paths: Paths, nbytes: int) -> None:
+    def _note(self, paths: Paths) -> None:
         report = self.job.report
         report.batched += len(paths.remaining)
         self.taken.add(tuple(paths.answers))
         report.paths = len(self.taken)
         report.batch_size = self.size
-        report.bytes_per_row = max(report.bytes_per_row, nbytes // len(paths.rows))
+        report.bytes_per_row = max(report.bytes_per_row, paths.nbytes // len(paths.rows))
 
     def _part(self, paths: Paths) -> None:
         for answers, rows in paths.left:
             self._push(answers, rows)
 
-    def _choose_size(self, nbytes: int, rows: int) -> None:
+    def _choose_size(self, paths: Paths, most: int | None = None) -> None:
+        """The rows of the next batch, by what a row of this run has cost; `most` of them at most."""
         if self.job.options.batch_size is None:
-            self.size = max(1, min(BUDGET * rows // max(nbytes, 1), MOST * torch.get_num_threads()))
+            affordable = BUDGET * len(paths.rows) // max(paths.nbytes, 1)
+            self.size = max(1, min(affordable, most or affordable, MOST * torch.get_num_threads()))
 
     def _batched(self, paths: Paths, fresh: bool, fallback: bool) -> tuple[dict[Derivative, NDArray[Any]], RowMode]:
         """One run of the row function on a batch."""

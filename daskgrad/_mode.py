@@ -40,7 +40,7 @@ class RowMode(TorchFunctionMode):
         missing: the row read a missing value.
         named: the differentiated arguments by name.
         level: the vmap level of the batch.
-        nbytes: what the calls' results hold, views counted too; past `limit` the run ends.
+        limit: bytes that the calls' results may hold (`paths.nbytes`); past it the run ends.
     """
 
     def __init__(self, leaves: Sequence[Tensor], paths: Paths | None = None, *, fresh: bool = False, limit: float = math.inf) -> None:
@@ -51,7 +51,6 @@ class RowMode(TorchFunctionMode):
         self.missing = False
         self.level = -1
         self.named: dict[Hashable, Tensor] = {}
-        self.nbytes = 0
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -74,8 +73,8 @@ class RowMode(TorchFunctionMode):
 
     def _weigh(self, result: Tensor) -> None:
         assert self.paths is not None
-        self.nbytes += _nbytes(result)
-        if self.nbytes > self.limit and len(self.paths.rows) > 1:
+        self.paths.nbytes += _nbytes(result)
+        if self.paths.nbytes > self.limit and len(self.paths.rows) > 1:
             self.paths.stop(TooLarge())
 
     # what a tensor is

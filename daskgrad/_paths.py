@@ -48,6 +48,7 @@ class Paths:
         answers: the answers so far; a run begins with those that its rows gave before.
         active: which of `rows` are still on the path, None for all, (active,) indices into `rows`.
         left: the rows that have left, with their answers.
+        nbytes: what the results of the run's torch calls hold so far, views counted too.
     """
 
     def __init__(self, rows: Rows, answers: Answers) -> None:
@@ -56,6 +57,7 @@ class Paths:
         self.active: Rows | None = None
         self.left: list[tuple[Answers, Rows]] = []
         self.signal: Signal | None = None
+        self.nbytes = 0
         self._asked = 0
 
     @property
