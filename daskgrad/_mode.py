@@ -30,6 +30,10 @@ _Handler = Callable[["RowMode", Any, tuple[Any, ...], dict[str, Any]], Any]
 _INSIDE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 
 
+_FIRST = ("condition", "input", "data", "obj")
+"""What torch calls the first argument of the functions below, where it is given by keyword."""
+
+
 class RowMode(TorchFunctionMode):
     """Watches one call of the row function: on one row, or (with `paths`) on a batch of rows under vmap.
 
@@ -55,6 +59,8 @@ class RowMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         handler = _HANDLERS.get(func)
+        if handler is not None and not args and (name := next((n for n in _FIRST if n in kwargs), None)) is not None:
+            args, kwargs = (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}
         try:
             if handler is not None:
                 result = handler(self, func, args, kwargs)
@@ -214,13 +220,22 @@ def _contains(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     return _together(mode, func, args, kwargs, lambda whole, one: (whole == one).any())
 
 
+def _both(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The second of two tensors, where it is given by keyword, among `args`."""
+    if len(args) > 1 or "other" not in kwargs:
+        return args, kwargs
+    return (*args, kwargs["other"]), {name: value for name, value in kwargs.items() if name != "other"}
+
+
 def _equal(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    args, kwargs = _both(args, kwargs)
     if isinstance(args[1], Tensor) and args[0].shape != args[1].shape:
         return False
     return _together(mode, func, args, kwargs, lambda a, b: (a == b).all())
 
 
 def _allclose(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    args, kwargs = _both(args, kwargs)
     return _together(mode, func, args[:2], kwargs, lambda a, b: torch.isclose(a, b, *args[2:], **kwargs).all(), whole=args)
 
 
@@ -254,7 +269,7 @@ def _tensors_in(data: Any) -> Iterator[Tensor]:
 
 def _literal(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`torch.tensor(data)`, `x.new_tensor(data)`: copies values, never the graph."""
-    data = args[-1] if args else kwargs.get("data")
+    data = kwargs["data"] if "data" in kwargs else args[-1] if args else None
     tensors = list(_tensors_in(data))
     if any(mode.differentiated(tensor) for tensor in tensors):
         mode.refuse(f"{func.__name__}()")

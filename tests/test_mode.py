@@ -1,0 +1,80 @@
+"""What one torch call means in a batch and row at a time: alike, and equal to plain autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import oracle
+import pandas as pd
+import pytest
+import torch
+from compare import ENGINES, assert_cells, object_series, slower_is_fine
+
+import daskgrad as dg
+
+Tensor = torch.Tensor
+
+
+def scalars(count: int = 40) -> pd.DataFrame:
+    """Rows enough for a batch; `n` are small counts."""
+    rng = np.random.default_rng(0)
+    return pd.DataFrame({"x": rng.uniform(-3, 3, count), "n": rng.integers(0, 4, count)})
+
+
+def assert_gradient(frame: pd.DataFrame, fn: Callable[..., Any], engine: str) -> None:
+    """The gradient by ``x``, and the value, are the oracle's."""
+    rows = [dict(zip(frame, (np.asarray(c).copy() if np.ndim(c) else c for c in cells), strict=True)) for cells in frame.itertuples(index=False)]
+    rows = [{name: row[name] for name in fn.__code__.co_varnames[: fn.__code__.co_argcount]} for row in rows]
+    expected = [oracle.row_derivatives(row, fn, {"value": (), "d": ("x",)}) for row in rows]
+    with slower_is_fine():
+        got = dg.derivatives(frame, fn, {"value": (), "d": "x"}, engine=engine)
+    for label in ("value", "d"):
+        assert_cells(list(got[label]), [row[label] for row in expected])
+
+
+# --- the first argument by keyword
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ["max", "min", "median"])
+def test_a_tie_is_shared_out_alike_by_keyword(name: str, engine: str) -> None:
+    def fn(x: Tensor) -> Tensor:
+        result: Tensor = getattr(torch, name)(input=x)
+        return result * 2
+
+    assert_gradient(pd.DataFrame({"x": object_series([np.array([1.0, 1.0, 1.0, k]) for k in range(40)])}), fn, engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_tensors_are_compared_by_keyword(engine: str) -> None:
+    def fn(x: Tensor, n: Tensor) -> Tensor:
+        if torch.equal(input=n, other=torch.tensor(2)):
+            return x * x
+        return x * 3 if torch.allclose(input=x, other=torch.tensor(1.0), atol=1) else x * 5
+
+    assert_gradient(scalars(), fn, engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x * torch.asarray(obj=[x]).sum(),
+        lambda x: x * torch.as_tensor(data=[x]).sum(),
+        lambda x: x * torch.tensor(data=[x]).sum(),
+        lambda x: x * x.new_tensor(data=[x]).sum(),
+    ],
+)
+def test_a_copy_by_keyword_is_a_cut(fn: Callable[[Tensor], Tensor], engine: str) -> None:
+    with pytest.raises(dg.GraphError, match="takes a differentiated value out of torch"):
+        dg.grad_column(scalars(), fn, engine=engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_literal_by_keyword_is_no_cut(engine: str) -> None:
+    def fn(x: Tensor) -> Tensor:
+        return x * x.new_tensor(data=[1.0, 2.0]).sum()
+
+    assert_gradient(scalars(), fn, engine)
