@@ -347,6 +347,14 @@ def _select_scatter(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dic
     return torch.where(here.reshape(shape), given["src"].unsqueeze(dim), whole)
 
 
+def _roll(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A single number rolled is itself; vmap would roll the rows of the batch."""
+    dims = args[2] if len(args) > 2 else kwargs.get("dims", ())
+    if args[0].dim() or dims not in ((), []) or mode.of_rows(args[0]) is None:
+        return func(*args, **kwargs)
+    return args[0].clone()
+
+
 # --- reductions whose gradient at a tie vmap shares out otherwise ------------------------------------------------------
 
 
@@ -501,6 +509,8 @@ _HANDLERS: dict[Any, _Handler] = {
     **dict.fromkeys(_BLIND, _never_batched),
     torch.select_scatter: _select_scatter,
     Tensor.select_scatter: _select_scatter,
+    torch.roll: _roll,
+    Tensor.roll: _roll,
     torch.max: _extreme,
     Tensor.max: _extreme,
     torch.min: _extreme,

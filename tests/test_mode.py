@@ -78,3 +78,12 @@ def test_a_literal_by_keyword_is_no_cut(engine: str) -> None:
         return x * x.new_tensor(data=[1.0, 2.0]).sum()
 
     assert_gradient(scalars(), fn, engine)
+
+
+# --- where vmap mixes rows, or differentiates otherwise
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("fn", [lambda x: x.roll(1) * x, lambda x: torch.roll(x * x, shifts=3) + x, lambda x: torch.roll(input=x, shifts=-1) ** 2])
+def test_rolling_a_number_does_not_mix_rows(fn: Callable[[Tensor], Tensor], engine: str) -> None:
+    assert_gradient(scalars(), fn, engine)
