@@ -319,7 +319,9 @@ def _data(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _of_bottom(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return func(args[0] if mode.of_rows(args[0]) is None else _bottom(args[0]), *args[1:], **kwargs)
+    tensor = args[0]
+    inner = _functorch.is_gradtrackingtensor(tensor)  # of a torch.func.grad of the row function's own, which asks for itself
+    return func(tensor if inner or mode.of_rows(tensor) is None else _bottom(tensor), *args[1:], **kwargs)
 
 
 # --- what looks at requires_grad inside torch, where the mode cannot answer --------------------------------------------

@@ -87,3 +87,21 @@ def test_a_literal_by_keyword_is_no_cut(engine: str) -> None:
 @pytest.mark.parametrize("fn", [lambda x: x.roll(1) * x, lambda x: torch.roll(x * x, shifts=3) + x, lambda x: torch.roll(input=x, shifts=-1) ** 2])
 def test_rolling_a_number_does_not_mix_rows(fn: Callable[[Tensor], Tensor], engine: str) -> None:
     assert_gradient(scalars(), fn, engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_derivative_inside_of_a_detached_value(engine: str) -> None:
+    def fn(x: Tensor) -> Tensor:
+        slope = torch.func.grad(lambda t: t**3)(x.detach())
+        curve = torch.func.grad(torch.func.grad(lambda t: t**3))(x.detach())
+        return slope * x + curve * x * x
+
+    assert_gradient(scalars(), fn, engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_derivative_inside_that_closes_over_the_argument(engine: str) -> None:
+    def fn(x: Tensor, n: Tensor) -> Tensor:
+        return torch.func.grad(lambda t: t**3 * x + t * x * x)(n.double())
+
+    assert_gradient(scalars(), fn, engine)
