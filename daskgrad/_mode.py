@@ -364,18 +364,32 @@ def _extreme(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     """`x.max()` shares its gradient among equal elements; vmap gives it to one of them. `amax` shares it in both."""
     if len(args) > 1 or kwargs or mode.of_rows(args[0]) is None or args[0].dim() == 0:
         return func(*args, **kwargs)
-    return torch.amax(args[0]) if func in (torch.max, Tensor.max) else torch.amin(args[0])
+    tensor, largest = args[0], func in (torch.max, Tensor.max)
+    extreme = torch.amax if largest else torch.amin
+    rows = mode.of_rows(tensor)
+    if rows is None or not (rows.is_floating_point() and rows.isnan().any()):
+        return extreme(tensor)
+    lost = tensor.isnan()
+    found = extreme(torch.where(lost, -math.inf if largest else math.inf, tensor))
+    return torch.where(lost.any(), _share(tensor, lost), found)
+
+
+def _share(tensor: Tensor, lost: Tensor) -> Tensor:
+    """NaN, whose gradient those that are NaN share."""
+    return torch.where(lost, tensor, 0).sum() / lost.sum().clamp(min=1)
 
 
 def _middle(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`x.median()`: likewise."""
-    if len(args) > 1 or kwargs or mode.of_rows(args[0]) is None or args[0].dim() == 0:
+    if len(args) > 1 or kwargs or mode.of_rows(args[0]) is None or args[0].dim() == 0 or not args[0].is_floating_point():
         return func(*args, **kwargs)
     tensor = args[0]
     middle = func(tensor.detach())
-    equal = (tensor == middle) | (tensor.isnan() & middle.isnan())
-    shared = torch.where(equal, tensor, torch.zeros_like(tensor)).sum() / equal.sum()
-    return torch.where(middle.isnan(), shared, middle + (shared - shared.detach()))
+    equal, lost = tensor == middle, tensor.isnan()
+    # Whichever of the two is taken, the others are not equal to it even where it is infinite.
+    above = torch.amax(torch.where(equal, tensor, -math.inf))
+    below = torch.amin(torch.where(equal, tensor, math.inf))
+    return torch.where(middle.isnan(), _share(tensor, lost), torch.where(middle > 0, above, below))
 
 
 # --- sizes that depend on values --------------------------------------------------------------------------------------

@@ -105,3 +105,14 @@ def test_a_derivative_inside_that_closes_over_the_argument(engine: str) -> None:
         return torch.func.grad(lambda t: t**3 * x + t * x * x)(n.double())
 
     assert_gradient(scalars(), fn, engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ["max", "min", "median", "nanmedian"])
+@pytest.mark.parametrize("cell", [[1.0, np.nan, 3.0], [np.nan, 2.0, np.nan], [np.nan] * 3, [1.0, 1.0, 3.0, 3.0], [np.inf, np.inf, -np.inf, -np.inf]])
+def test_the_gradient_of_an_extreme(cell: list[float], name: str, engine: str) -> None:
+    def fn(x: Tensor) -> Tensor:
+        result: Tensor = getattr(x, name)()
+        return result
+
+    assert_gradient(pd.DataFrame({"x": object_series([np.array(cell)] * 40)}), fn, engine)
