@@ -301,6 +301,14 @@ def _of_list(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     return func(*args, **kwargs)
 
 
+def _of_list_in_self(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`x.new([y])`: cuts the graph of what is in the list."""
+    if any(mode.differentiated(tensor) for item in args[1:] if not isinstance(item, Tensor) for tensor in _tensors_in(item)):
+        mode.refuse("new()")
+    result = func(*args, **kwargs)
+    return mode.own(result) if mode.fresh else result
+
+
 def _takes_numbers(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`linspace`, `arange`, `full`: a tensor given as a number loses its graph."""
     numbers = args[1:] if func in (torch.full_like, Tensor.new_full) else args
@@ -491,6 +499,8 @@ _HANDLERS: dict[Any, _Handler] = {
     Tensor.__array__: _leaves_as("a NumPy conversion"),
     Tensor.__complex__: _leaves_as("complex()"),
     Tensor.__dlpack__: _leaves_as("a DLPack export"),
+    Tensor.storage: _leaves_as("the storage"),
+    Tensor.untyped_storage: _leaves_as("the storage (also for pickle and torch.save)"),
     Tensor.__bool__: _truth,
     Tensor.is_nonzero: _truth,
     torch.is_nonzero: _truth,
@@ -506,6 +516,7 @@ _HANDLERS: dict[Any, _Handler] = {
     torch.tensor: _literal,
     torch.scalar_tensor: _takes_numbers,
     Tensor.new_tensor: _literal,
+    Tensor.new: _of_list_in_self,
     torch.as_tensor: _of_list,
     torch.asarray: _of_list,
     torch.linspace: _takes_numbers,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -116,3 +117,30 @@ def test_the_gradient_of_an_extreme(cell: list[float], name: str, engine: str) -
         return result
 
     assert_gradient(pd.DataFrame({"x": object_series([np.array(cell)] * 40)}), fn, engine)
+
+
+@pytest.mark.parametrize("engine", ["auto", "loop"])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x * x.new([x]).sum(),
+        lambda x: x * x.storage()[0],
+        lambda x: x * x.untyped_storage().nbytes(),
+        lambda x: x * pickle.loads(pickle.dumps(x)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_a_copy_by_way_of_memory_is_a_cut(fn: Callable[[Tensor], Tensor], engine: str) -> None:
+    with pytest.raises(dg.GraphError, match="takes a differentiated value out of torch"):
+        dg.grad_column(scalars(), fn, engine=engine)
+
+
+@pytest.mark.parametrize("engine", ["auto", "loop"])
+def test_a_sparse_gradient_is_made_dense(engine: str) -> None:
+    def fn(x: Tensor) -> Tensor:
+        return torch.nn.functional.embedding(torch.tensor([0, 2]), x, sparse=True).pow(2).sum()
+
+    cells = [np.arange(6.0).reshape(3, 2) + k for k in range(40)]
+    with slower_is_fine():
+        got = dg.grad_column(pd.DataFrame({"x": object_series(cells)}), fn, engine=engine)
+    assert_cells(list(got), [2 * cell * [[1], [0], [1]] for cell in cells])
