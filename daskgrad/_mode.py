@@ -472,6 +472,8 @@ def _recur(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     if kwargs or all(mode.of_rows(tensor) is None for tensor in _tensors_in(args)):
         return func(*args, **kwargs)
     name = func.__name__
+    if not name.endswith("cell") and _recurrent.drops(args):
+        mode.unbatchable("dropout between recurrent layers")
     result = _recurrent.cell(name, args) if name.endswith("cell") else _recurrent.layer(name, args)
     return func(*args) if result is NotImplemented else result
 

@@ -31,6 +31,13 @@ def layer(name: str, args: tuple[Any, ...]) -> Any:
     return by_name[name](*args)
 
 
+def drops(args: tuple[Any, ...]) -> bool:
+    """Whether a layer with these arguments has dropout in train mode, which torch's formulas leave out."""
+    packed = not isinstance(args[2], list | tuple)
+    layers, dropout, train = args[5:8] if packed else args[4:7]
+    return bool(train and dropout and layers > 1)
+
+
 def cell(name: str, args: tuple[Any, ...]) -> Any:
     """What `torch.lstm_cell`, `gru_cell`, `rnn_tanh_cell` or `rnn_relu_cell` returns for `args`."""
     given, hidden, w_ih, w_hh, b_ih, b_hh = (*args, None, None)[:6]
