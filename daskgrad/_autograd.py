@@ -121,9 +121,7 @@ def _by(output: Tensor, leaves: Sequence[Tensor], lead: int, *, create_graph: bo
 
 def _grad(output: Tensor, leaves: Sequence[Tensor], *, create_graph: bool, retain_graph: bool) -> Sequence[Tensor | None]:
     # A sum, not grad_outputs: for those torch imports its symbolic shapes, which takes a second and 100 MB.
-    gradients = torch.autograd.grad(
-        output, leaves, create_graph=create_graph, retain_graph=retain_graph or create_graph, allow_unused=True
-    )
+    gradients = torch.autograd.grad(output, leaves, create_graph=create_graph, retain_graph=retain_graph or create_graph, allow_unused=True)
     # An embedding with sparse=True gives a sparse gradient, which no cell can hold.
     return [g.to_dense() if g is not None and g.layout is not torch.strided else g for g in gradients]
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import random
 import sys
 import types
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ._errors import GraphError, PlanError
 
@@ -41,6 +44,24 @@ def check(plan: Plan) -> None:
                     f"{where} is a {type(layer).__name__} in train mode, which normalises by the statistics of a batch, and one row has "
                     f"none. Call {name}.eval() first: then it uses the running statistics."
                 )
+
+
+def draws_outside_torch(plan: Plan) -> bool:
+    """Whether the row function can draw from Python's or NumPy's random generators, whose draws a batch would share."""
+    for _, value in reachable(plan):
+        bound = getattr(value, "__self__", None)  # random.random is a method of a hidden generator
+        if value is random or value is np.random or isinstance(value, _GENERATORS) or isinstance(bound, _GENERATORS):
+            return True
+        if isinstance(value, types.FunctionType) and "random" in _looked_up(value.__code__) and _of_numpy(value):
+            return True
+    return False
+
+
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+
+
+def _of_numpy(fn: types.FunctionType) -> bool:
+    return any(value is np for _, value in _of_function(fn))
 
 
 def modules(plan: Plan) -> Iterator[tuple[str, Any]]:

@@ -8,6 +8,7 @@ run            the part's cells (_table), rows with a missing value set aside
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from . import _kernel
 from ._ambient import neutral
+from ._captured import draws_outside_torch
 from ._cells import ArrayKind, StaticKind
 from ._derivative import Dot, directions_of
 from ._errors import PlanError
@@ -72,6 +74,9 @@ def _solve(plan: Plan, table: Table, group: Group, device: torch.device, result:
     )
     job.report.dtype = cast.floating.name
     result.reports.append(job.report)
+    if plan.options.engine == "auto" and draws_outside_torch(plan):
+        job.options = replace(plan.options, engine="loop")
+        result.slower("rows go one by one, since the function can draw random numbers of Python or NumPy, which a batch would share")
     with neutral(cast.default, device, exclusive=random):
         if random:
             torch.manual_seed(job.seed)

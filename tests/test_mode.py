@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,9 @@ def scalars(count: int = 40) -> pd.DataFrame:
 
 def assert_gradient(frame: pd.DataFrame, fn: Callable[..., Any], engine: str) -> None:
     """The gradient by ``x``, and the value, are the oracle's."""
-    rows = [dict(zip(frame, (np.asarray(c).copy() if np.ndim(c) else c for c in cells), strict=True)) for cells in frame.itertuples(index=False)]
+    rows = [
+        dict(zip(frame, (np.asarray(c).copy() if np.ndim(c) else c for c in cells), strict=True)) for cells in frame.itertuples(index=False)
+    ]
     rows = [{name: row[name] for name in fn.__code__.co_varnames[: fn.__code__.co_argcount]} for row in rows]
     expected = [oracle.row_derivatives(row, fn, {"value": (), "d": ("x",)}) for row in rows]
     with slower_is_fine():
@@ -85,7 +88,9 @@ def test_a_literal_by_keyword_is_no_cut(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("fn", [lambda x: x.roll(1) * x, lambda x: torch.roll(x * x, shifts=3) + x, lambda x: torch.roll(input=x, shifts=-1) ** 2])
+@pytest.mark.parametrize(
+    "fn", [lambda x: x.roll(1) * x, lambda x: torch.roll(x * x, shifts=3) + x, lambda x: torch.roll(input=x, shifts=-1) ** 2]
+)
 def test_rolling_a_number_does_not_mix_rows(fn: Callable[[Tensor], Tensor], engine: str) -> None:
     assert_gradient(scalars(), fn, engine)
 
@@ -110,7 +115,9 @@ def test_a_derivative_inside_that_closes_over_the_argument(engine: str) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", ["max", "min", "median", "nanmedian"])
-@pytest.mark.parametrize("cell", [[1.0, np.nan, 3.0], [np.nan, 2.0, np.nan], [np.nan] * 3, [1.0, 1.0, 3.0, 3.0], [np.inf, np.inf, -np.inf, -np.inf]])
+@pytest.mark.parametrize(
+    "cell", [[1.0, np.nan, 3.0], [np.nan, 2.0, np.nan], [np.nan] * 3, [1.0, 1.0, 3.0, 3.0], [np.inf, np.inf, -np.inf, -np.inf]]
+)
 def test_the_gradient_of_an_extreme(cell: list[float], name: str, engine: str) -> None:
     def fn(x: Tensor) -> Tensor:
         result: Tensor = getattr(x, name)()
@@ -144,3 +151,26 @@ def test_a_sparse_gradient_is_made_dense(engine: str) -> None:
     with slower_is_fine():
         got = dg.grad_column(pd.DataFrame({"x": object_series(cells)}), fn, engine=engine)
     assert_cells(list(got), [2 * cell * [[1], [0], [1]] for cell in cells])
+
+
+# --- draws that vmap does not see
+
+
+@pytest.mark.parametrize("engine", ["auto", "loop"])
+def test_the_dropout_of_a_recurrent_layer_is_refused_unless_it_is_meant(engine: str) -> None:
+    layer = torch.nn.LSTM(2, 3, 2, dropout=0.5).double().train()
+
+    def fn(x: Tensor) -> Tensor:
+        return layer(torch.stack([x, x]).reshape(1, 2))[0].sum()
+
+    state = torch.get_rng_state()
+    with pytest.raises(dg.PlanError, match="draws random numbers"):
+        dg.grad_column(scalars(), fn, engine=engine)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.random])
+def test_a_draw_of_another_generator_is_each_rows_own(draw: Callable[[], float]) -> None:
+    with slower_is_fine():
+        got = dg.grad_column(scalars(), lambda x: x * draw(), randomness="different")
+    assert got.nunique() == 40

@@ -53,7 +53,8 @@ def expected(x: NDArray[np.float64]) -> NDArray[np.float64]:
     total = np.sin(x) + np.where(taken, np.sin(x - steps), 0).sum(axis=0)
     slope = np.cos(x) + np.where(taken, np.cos(x - steps), 0).sum(axis=0)
     left = x - taken.sum(axis=0)
-    return np.where(left > 0.5, slope * left + total, slope - 1)
+    result: NDArray[np.float64] = np.where(left > 0.5, slope * left + total, slope - 1)
+    return result
 
 
 def compare(paths: int, quick: bool) -> Workload:

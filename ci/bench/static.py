@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 import torch
@@ -21,13 +23,15 @@ def moneyness(spot: Tensor, strike: Tensor, vol: Tensor, rate: Tensor, expiry: T
 def call(spot: Tensor, strike: Tensor, vol: Tensor, rate: Tensor, expiry: Tensor) -> Tensor:
     d1 = moneyness(spot, strike, vol, rate, expiry)
     d2 = d1 - vol * torch.sqrt(expiry)
-    return spot * torch.special.ndtr(d1) - strike * torch.exp(-rate * expiry) * torch.special.ndtr(d2)
+    value: Tensor = spot * torch.special.ndtr(d1) - strike * torch.exp(-rate * expiry) * torch.special.ndtr(d2)
+    return value
 
 
 def put(spot: Tensor, strike: Tensor, vol: Tensor, rate: Tensor, expiry: Tensor) -> Tensor:
     d1 = moneyness(spot, strike, vol, rate, expiry)
     d2 = d1 - vol * torch.sqrt(expiry)
-    return strike * torch.exp(-rate * expiry) * torch.special.ndtr(-d2) - spot * torch.special.ndtr(-d1)
+    value: Tensor = strike * torch.exp(-rate * expiry) * torch.special.ndtr(-d2) - spot * torch.special.ndtr(-d1)
+    return value
 
 
 def price(spot: Tensor, strike: Tensor, vol: Tensor, rate: Tensor, expiry: Tensor, kind: str) -> Tensor:
@@ -47,6 +51,7 @@ def tensors(book: pd.DataFrame) -> list[Tensor]:
 def split_and_vmapped(book: pd.DataFrame) -> pd.Series:
     calls = book["kind"] == "call"
     parts = []
+    function: Any
     for function, rows in ((call, book[calls]), (put, book[~calls])):
         parts.append(pd.Series(vmap(grad(function))(*tensors(rows)).numpy(), index=rows.index))
     return pd.concat(parts).reindex(book.index)
@@ -54,7 +59,8 @@ def split_and_vmapped(book: pd.DataFrame) -> pd.Series:
 
 def split_and_called_twice(book: pd.DataFrame) -> pd.Series:
     calls = book["kind"] == "call"
-    return pd.concat([dg.grad_column(book[calls], call), dg.grad_column(book[~calls], put)]).reindex(book.index)
+    both: pd.Series = pd.concat([dg.grad_column(book[calls], call), dg.grad_column(book[~calls], put)])
+    return both.reindex(book.index)
 
 
 def both_and_where(book: pd.DataFrame) -> pd.Series:
