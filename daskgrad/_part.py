@@ -26,7 +26,7 @@ from ._names import function_name
 from ._output import Wish
 from ._paths import Rows
 from ._plan import Plan
-from ._records import ABSENT
+from ._records import ABSENT, DEFAULT
 from ._result import Result
 from ._row import RowView, complete
 from ._shared import Shared
@@ -125,8 +125,7 @@ def _caller(
 ) -> _kernel.Call:
     """Calls the row function with tensors for what columns feed, and all its other arguments."""
     signature = plan.signature
-    statics = {name: kind.value for name, kind in kinds.items() if isinstance(kind, StaticKind)}
-    fixed: dict[Any, Any] = {**signature.defaults, **statics}
+    fixed: dict[Any, Any] = {n: k.value for n, k in kinds.items() if isinstance(k, StaticKind) and k.value is not DEFAULT}
     free = next((n for n in signature.names if n not in shared.values and n not in signature.defaults), None)
     free = free if free is not None else signature.names[0]
 
@@ -135,7 +134,8 @@ def _caller(
         view = None
         if plan.form == "row":
             view = given[free] = RowView(table, cast, mode, rows, plan.named)
-        result = plan.fn(*[given[name] for name in signature.positional], **{name: given[name] for name in signature.keyword})
+        positional, keyword = signature.arguments(given)
+        result = plan.fn(*positional, **keyword)
         if view is not None:
             complete(view)
         return result

@@ -60,12 +60,16 @@ class Output:
 
 @dataclass(frozen=True)
 class Signature:
-    """How to call the row function: names in order; keyword-only arguments by keyword."""
+    """How to call the row function: names in order; keyword-only arguments by keyword.
+
+    `only` is how many of the positional ones can be given by position only.
+    """
 
     positional: tuple[str, ...]
     keyword: tuple[str, ...]
     defaults: Mapping[str, Any]
     known: bool = True
+    only: int = 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -74,6 +78,17 @@ class Signature:
     @property
     def required(self) -> tuple[str, ...]:
         return tuple(name for name in self.names if name not in self.defaults)
+
+    def arguments(self, given: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """`given` by position and by keyword. What is not given stays out: a copy of a default need not be the default."""
+        last = max((k for k, name in enumerate(self.positional[: self.only]) if name in given), default=-1)
+        positional: list[Any] = []
+        for k, name in enumerate(self.positional):
+            if name not in given and k > last:
+                break
+            positional.append(given[name] if name in given else self.defaults[name])
+        rest = [*self.positional[len(positional) :], *self.keyword]
+        return positional, {name: given[name] for name in rest if name in given}
 
 
 @dataclass(frozen=True)
@@ -254,13 +269,15 @@ def signature_of(fn: Callable[..., Any]) -> Signature:
     positional: list[str] = []
     keyword: list[str] = []
     defaults: dict[str, Any] = {}
+    only = 0
     for name, parameter in parameters.items():
         if name in bound or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         (keyword if parameter.kind is parameter.KEYWORD_ONLY else positional).append(name)
+        only += parameter.kind is parameter.POSITIONAL_ONLY
         if parameter.default is not parameter.empty:
             defaults[name] = parameter.default
-    return Signature(tuple(positional), tuple(keyword), defaults)
+    return Signature(tuple(positional), tuple(keyword), defaults, only=only)
 
 
 def _partially_bound(fn: Callable[..., Any]) -> set[str]:
@@ -304,7 +321,7 @@ def _bind(
         return "value", (_bind_value(source, fn, signature, inputs, shared),)
     labels = source.labels
     free = [name for name in signature.required if name not in inputs and name not in shared]
-    if _takes_whole_row(labels, free, inputs, row_wrt):
+    if _takes_whole_row(labels, free, signature.names, inputs, row_wrt):
         if not row_wrt:
             raise PlanError(_row_needs_wrt(fn, free[0], labels))
         columns = row_wrt if labels is None else list(labels)
@@ -317,12 +334,18 @@ def _bind(
     return "columns", tuple(bound)
 
 
-def _takes_whole_row(labels: list[Hashable] | None, free: list[str], inputs: dict[str, Any], row_wrt: Sequence[Hashable]) -> bool:
+def _takes_whole_row(
+    labels: list[Hashable] | None,
+    free: list[str],
+    names: tuple[str, ...],
+    inputs: dict[str, Any],
+    row_wrt: Sequence[Hashable],
+) -> bool:
     """One required argument that names no column gets the whole row. Of a Bag, whose keys are not known, `wrt` tells."""
     if len(free) != 1 or inputs:
         return False
     if labels is None:
-        return bool(row_wrt) and free[0] not in row_wrt
+        return bool(row_wrt) and not any(name in names for name in row_wrt)
     return free[0] not in labels and free[0] not in row_wrt
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +28,19 @@ class _Absent:
 ABSENT = _Absent()
 
 
+class _Default:
+    """Stands where a record lacks a key and the row function is called without that argument."""
+
+    def __repr__(self) -> str:
+        return "default"
+
+    def __reduce__(self) -> str:
+        return "DEFAULT"
+
+
+DEFAULT = _Default()
+
+
 def frame_of(plan: Plan, records: list[Any]) -> pd.DataFrame:
     """`records` as a frame. Of mappings keys count, of tuples positions; anything else is the value itself."""
     if plan.form == "row":
@@ -39,7 +52,7 @@ def frame_of(plan: Plan, records: list[Any]) -> pd.DataFrame:
         columns = {}
         for argument in plan.inputs:
             for column in argument.columns:
-                columns[column] = [_cell(record, argument, column) for record in records]
+                columns[column] = [_cell(record, argument, column, plan.named) for record in records]
     frame = pd.DataFrame({k: objects(cells) for k, cells in enumerate(columns.values())}, index=pd.RangeIndex(len(records)))
     frame.columns = pd.Index(list(columns), tupleize_cols=False)
     return frame
@@ -53,9 +66,12 @@ def objects(cells: list[Any]) -> np.ndarray[Any, Any]:
     return array
 
 
-def _cell(record: Any, argument: Input, column: Hashable) -> Any:
+def _cell(record: Any, argument: Input, column: Hashable, named: Collection[Hashable]) -> Any:
+    """What feeds `argument`. Its default is a cell only where it is differentiated: as a cell, None would be a missing value."""
     found = _look_up(record, argument, column)
-    return argument.default if found is ABSENT and argument.default is not inspect.Parameter.empty else found
+    if found is not ABSENT or argument.default is inspect.Parameter.empty:
+        return found
+    return argument.default if argument.name in named else DEFAULT
 
 
 def _look_up(record: Any, argument: Input, column: Hashable) -> Any:

@@ -16,6 +16,7 @@ from ._errors import DaskgradError, GraphError, PlanError, RowError
 from ._names import function_name
 from ._paths import Rows
 from ._plan import Output, Plan
+from ._records import DEFAULT
 from ._shared import module_dtype
 from ._table import Cast, Table, as_slice, dtypes_of, kind_of
 from ._warn import slower
@@ -160,7 +161,8 @@ class Result:
         if self.plan.form == "row" and isinstance(self.part, pd.DataFrame):
             return {str(label): _plain(self.part.iloc[row, k]) for k, label in enumerate(self.part.columns)}
         table = Table(self.plan, self.part.iloc[row : row + 1])
-        return {str(a.name): _plain(table.argument(a).cell(0)) for a in self.plan.inputs}
+        cells = {str(a.name): _plain(table.argument(a).cell(0)) for a in self.plan.inputs}
+        return {name: value for name, value in cells.items() if value is not DEFAULT}
 
 
 def _plain(value: Any) -> Any:
