@@ -150,7 +150,18 @@ def _asked(wrt: Any) -> list[tuple[Hashable | None, Derivative]]:
     if isinstance(wrt, list) and not wrt:
         raise PlanError("wrt=[] asks for no derivative: name at least one argument, or leave wrt out for the first")
     wishes = wrt if isinstance(wrt, list) else [] if wrt is None else [wrt]
+    for wish in wishes:
+        _check_hashable(wish, wrt)
     return [(None, wish if isinstance(wish, Norm | Project | Aux | Problem) else (wish,)) for wish in wishes]
+
+
+def _check_hashable(wish: Any, wrt: Any) -> None:
+    try:
+        hash(wish)
+    except TypeError:
+        raise PlanError(
+            f"wrt={wrt!r} is not possible, for a {type(wish).__name__} names no argument: wrt='x' gives a Series, wrt=['x', 'y'] a DataFrame"
+        ) from None
 
 
 def _apply(data: Any, plan: Plan) -> Any:

@@ -32,14 +32,14 @@ class Input:
         name: the argument; for a column that is no argument but the direction of a derivative, the `Dot`.
         columns: the labels that feed it; several only where `stacked`. In a Series or a Bag: its one label.
         stacked: the columns are stacked into a vector, `inputs={"x": ["f0", "f1"]}`.
-        position: where a Bag's tuple holds it.
+        position: where a Bag's tuple holds it; None: by what `columns` say, a place in the tuple or a name in a namedtuple.
         default: what a Bag's record without this key means, or `inspect.Parameter.empty`.
     """
 
     name: Hashable
     columns: tuple[Hashable, ...]
     stacked: bool = False
-    position: int = 0
+    position: int | None = 0
     default: Any = inspect.Parameter.empty
 
     @property
@@ -211,7 +211,7 @@ def make(
     if not callable(fn):
         raise PlanError(f"the row function is a {type(fn).__name__}, {fn!r}: pass a function of one row")
     signature = signature_of(fn)
-    inputs, shared = dict(inputs or {}), dict(shared or {})
+    inputs, shared = _mapping("inputs", inputs), _mapping("shared", shared)
     _check_names(fn, signature, inputs, shared)
     names = list(dict.fromkeys(name for _, derivative in asked for name in arguments_of(derivative)))
     form, bound = _bind(source, fn, signature, inputs, shared, names)
@@ -293,6 +293,14 @@ def _is_module(value: object) -> bool:
     return torch is not None and isinstance(value, torch.nn.Module)
 
 
+def _mapping(where: str, given: Any) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise PlanError(f"{where}={given!r} is a {type(given).__name__}: a mapping is needed, {where}={{argument: ...}}")
+    return dict(given)
+
+
 def _check_names(fn: Callable[..., Any], signature: Signature, inputs: dict[str, Any], shared: dict[str, Any]) -> None:
     call = function_name(fn)
     if not signature.names:
@@ -330,7 +338,7 @@ def _bind(
     for position, name in enumerate(name for name in signature.names if name not in shared):
         argument = _bind_argument(labels, fn, signature, name, inputs)
         if argument is not None:
-            bound.append(replace(argument, position=position))
+            bound.append(replace(argument, position=None if name in inputs else position))
     return "columns", tuple(bound)
 
 
@@ -375,9 +383,16 @@ def _bind_value(
             "one: pass a DataFrame, or give the others in shared={...}"
         )
     for value in inputs.values():
-        if value != label:
+        if not _same_label(value, label):
             raise PlanError(f"inputs asks for the column {value!r}, but the data is a Series named {label!r}")
     return Input(names[0], (label,))
+
+
+def _same_label(one: Any, other: Any) -> bool:
+    try:
+        return one is other or (hash(one) == hash(other) and bool(one == other))
+    except TypeError:  # no label at all
+        return False
 
 
 def _bind_argument(

@@ -77,9 +77,20 @@ def _cell(record: Any, argument: Input, column: Hashable, named: Collection[Hash
 def _look_up(record: Any, argument: Input, column: Hashable) -> Any:
     if isinstance(record, Mapping):
         return _of_key(record, column, ABSENT)
+    if argument.position is None:
+        return _of_label(record, column, argument.stacked)
     if isinstance(record, tuple):
         return record[argument.position] if argument.position < len(record) else ABSENT
     return record if argument.position == 0 else ABSENT
+
+
+def _of_label(record: Any, label: Hashable, stacked: bool) -> Any:
+    """What `inputs` names in a record without keys: a place in a tuple, a field of a namedtuple, or the one value that there is."""
+    if not isinstance(record, tuple):
+        return ABSENT if stacked else record
+    if isinstance(label, int) and not isinstance(label, bool):
+        return record[label] if -len(record) <= label < len(record) else ABSENT
+    return getattr(record, str(label)) if label in getattr(record, "_fields", ()) else ABSENT
 
 
 def _of_key(record: Any, key: Hashable, otherwise: Any) -> Any:

@@ -79,3 +79,41 @@ def test_a_default_stays_the_object_that_it_is_on_every_carrier(module: types.Mo
 def test_a_default_before_an_argument_that_is_given_by_position_only(module: types.ModuleType) -> None:
     frame = pd.DataFrame({"x": [1.0, 2.0], "scale": [3.0, 4.0]})
     assert dg.grad_column(frame, module.g).tolist() == [6.0, 16.0]
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    return a * a * b
+
+
+def test_inputs_says_which_place_or_field_of_a_tuple() -> None:
+    assert of_bag([(2.0, 5.0)], product).tolist() == [20.0]
+    assert of_bag([(2.0, 5.0)], product, inputs={"a": 1, "b": 0}).tolist() == [20.0]
+    assert of_bag([(2.0, 5.0)], lambda a: a**2, inputs={"a": 1}).tolist() == [10.0]
+    assert of_bag([Point(2.0, 5.0)], product, inputs={"a": "x", "b": "y"}).tolist() == [20.0]
+    assert of_bag([(2.0, 5.0)], lambda v: (v**3).sum(), inputs={"v": [0, 1]}).to_numpy().tolist() == [[12.0, 75.0]]
+
+
+@pytest.mark.parametrize("record", [(2.0, 5.0), 2.0, [2.0, 5.0]], ids=repr)
+def test_names_that_a_record_does_not_have_cannot_be_stacked(record: Any) -> None:
+    with pytest.raises(dg.RowError, match="the record has no 'p'"):
+        of_bag([record], lambda v: (v**3).sum(), inputs={"v": ["p", "q"]})
+
+
+@pytest.mark.parametrize("wrt", [{"x"}, {"x": 1}, np.array(["x"]), pd.Index(["x"]), [["x"]]], ids=repr)
+def test_what_names_no_argument_is_refused(wrt: Any) -> None:
+    with pytest.raises(dg.PlanError, match=r"names no argument: wrt='x' gives a Series"):
+        dg.grad_column(pd.DataFrame({"x": [1.0]}), scaled, wrt=wrt)
+    with pytest.raises(dg.PlanError, match=r"names no argument"):
+        dg.derivatives(pd.DataFrame({"x": [1.0]}), scaled, {"a": ("x", ["x"])})
+
+
+@pytest.mark.parametrize("given", ["x", ["x"], 5])
+@pytest.mark.parametrize("where", ["inputs", "shared"])
+def test_inputs_and_shared_are_mappings(where: str, given: Any) -> None:
+    with pytest.raises(dg.PlanError, match=rf"{where}=.* a mapping is needed, {where}={{argument: ...}}"):
+        dg.grad_column(pd.DataFrame({"x": [1.0]}), scaled, **{where: given})
+
+
+def test_a_series_has_no_column_that_an_array_names() -> None:
+    with pytest.raises(dg.PlanError, match="the data is a Series named 'x'"):
+        dg.grad_column(pd.Series([1.0], name="x"), scaled, inputs={"x": np.array([1, 2])})
