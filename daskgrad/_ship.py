@@ -221,15 +221,39 @@ def _pickled(value: Any) -> bytes:
     """`value` by cloudpickle, refusing the tensors that a pickle would quietly cut from their graph."""
     import cloudpickle
 
+    torch = sys.modules.get("torch")
+
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, obj: Any) -> Any:
             if _has_graph(obj):
                 raise _CarriesGraphError
+            if torch is not None and isinstance(obj, torch.TypedStorage):
+                return _typed_storage, (obj._untyped_storage, obj.dtype)
+            if torch is not None and isinstance(obj, torch.UntypedStorage) and obj.device.type == "cpu":
+                return _storage, (_memory(obj),)
             return super().reducer_override(obj)
 
     with io.BytesIO() as file:
         Pickler(file, protocol=5).dump(value)
         return file.getvalue()
+
+
+def _memory(storage: Any) -> pickle.PickleBuffer:
+    """A tensor's memory. torch's own pickle of it also holds its address, so that equal calls would have different keys."""
+    torch = sys.modules["torch"]
+    return pickle.PickleBuffer(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())  # (bytes,), the same memory
+
+
+def _storage(data: bytearray) -> Any:
+    import torch
+
+    return torch.frombuffer(data, dtype=torch.uint8).untyped_storage() if len(data) else torch.UntypedStorage(0)
+
+
+def _typed_storage(storage: Any, dtype: Any) -> Any:
+    import torch
+
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
 def _has_graph(value: Any) -> bool:

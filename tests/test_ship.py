@@ -263,3 +263,50 @@ def test_a_cause_whose_class_is_missing_on_arrival_comes_as_its_text(tmp_path: A
 def test_a_message_stays_shorter_than_what_distributed_replaces() -> None:
     again = pickle.loads(pickle.dumps(RowError("y" * 50_000, values={"x": 1})))
     assert len(str(again)) < 10_000
+
+
+def _through(value: Any) -> Any:
+    return pickle.loads(_ship._pickled(value))
+
+
+def test_equal_tensors_make_equal_bytes() -> None:
+    make = [lambda: torch.arange(5.0), lambda: torch.nn.Parameter(torch.ones(2, 3)), lambda: torch.ones(2, dtype=torch.bfloat16)]
+    for tensor in make:
+        kept = tensor()  # so that the other one lies elsewhere
+        assert _ship._pickled(kept) == _ship._pickled(tensor())
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(12.0).reshape(3, 4).T[1:],
+        torch.tensor(1.0),
+        torch.empty(0),
+        torch.tensor([True, False]),
+        torch.tensor([1 + 2j]).conj(),
+        torch.ones(2, dtype=torch.bfloat16),
+        torch.eye(2).to_sparse(),
+        torch.ones(2).requires_grad_(),
+    ],
+    ids=lambda tensor: f"{tensor.layout}-{tensor.dtype}-{tuple(tensor.shape)}",
+)
+def test_a_tensor_arrives_as_it_was_and_can_be_written_into(tensor: torch.Tensor) -> None:
+    again = _through(tensor)
+    assert (again.dtype, again.shape, again.stride() if again.layout is torch.strided else None, again.requires_grad) == (
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride() if tensor.layout is torch.strided else None,
+        tensor.requires_grad,
+    )
+    assert torch.equal(again.to_dense(), tensor.to_dense())
+    if again.layout is torch.strided:
+        with torch.no_grad():
+            again.zero_()
+
+
+def test_tensors_that_share_memory_still_do() -> None:
+    whole = torch.arange(4.0)
+    again, part = _through((whole, whole[2:]))
+    again[2] = 7.0
+    assert part[0] == 7.0
+    assert whole[2] == 2.0, "the caller's memory is another"
