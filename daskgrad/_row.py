@@ -37,7 +37,7 @@ class RowView:
         self.__table, self.__cast, self.__mode, self.__rows = table, cast, mode, rows
         self.__named = named
         self.__columns: dict[Hashable, Any] = {}
-        self.__known = set(table.part.columns)
+        self.__known = dict.fromkeys(table.part.columns)  # in order, for messages
 
     def __getitem__(self, label: Hashable) -> Any:
         if label not in self.__known:
@@ -47,9 +47,15 @@ class RowView:
         return self.__columns[label]
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("_RowView__known", "__setstate__"):  # asked of a copy in the making, which nothing has filled yet
+            raise AttributeError(name)
         if name not in self.__known:
             raise AttributeError(self.__unknown(name))
         return self[name]
+
+    # Without these Python would try 0, 1, 2, ... as labels.
+    __iter__ = None
+    __contains__ = None
 
     def __repr__(self) -> str:
         return f"<a row with the columns {listing(self.__known)}>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import types
 from collections import namedtuple
@@ -117,3 +118,20 @@ def test_inputs_and_shared_are_mappings(where: str, given: Any) -> None:
 def test_a_series_has_no_column_that_an_array_names() -> None:
     with pytest.raises(dg.PlanError, match="the data is a Series named 'x'"):
         dg.grad_column(pd.Series([1.0], name="x"), scaled, inputs={"x": np.array([1, 2])})
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (lambda row: "x" in row, "not iterable|not a container"),
+        (lambda row: sum(row), "not iterable"),
+        (lambda row: row.z, "has no column 'z'. Its columns: 'x', 'b', 'a'."),
+    ],
+)
+def test_what_a_row_is_not(fn: Callable[..., Any], message: str) -> None:
+    with pytest.raises(dg.RowError, match=message):
+        dg.grad_column(pd.DataFrame({"x": [1.0], "b": [2.0], "a": [3.0]}), fn, wrt="x")
+
+
+def test_a_copy_of_a_row_is_a_row() -> None:
+    assert dg.grad_column(pd.DataFrame({"x": [3.0]}), lambda row: copy.copy(row).x ** 2, wrt="x").tolist() == [6.0]
