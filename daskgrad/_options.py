@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -49,7 +50,7 @@ def make(given: dict[str, Any]) -> Options:
         if not isinstance(given.get(name, False), bool | np.bool_):
             raise PlanError(f"{name}={given[name]!r} is not possible: True or False")
     if given.get("device") is not None:
-        given["device"] = str(given["device"])
+        given["device"] = _device(given["device"])
     return Options(**given)
 
 
@@ -58,6 +59,14 @@ def _check_names(given: dict[str, Any]) -> None:
     for name in given:
         if name not in known:
             raise PlanError(f"there is no option {name!r}. The options: {listing(known)}.{nearest(name, known)}")
+
+
+def _device(value: Any) -> str:
+    """A device as text; whether the machine that computes has one shows there."""
+    name = str(value)
+    if name not in ("cpu", "auto", "cuda") and not re.fullmatch(r"(cpu|cuda):\d+", name):
+        raise PlanError(f"device={value!r} is not possible. Possible: 'cpu', 'cuda', 'cuda:0', 'auto', or None.")
+    return name
 
 
 def _whole(name: str, value: Any) -> int:

@@ -174,6 +174,8 @@ def dtype_hint(plan: Plan, part: pd.DataFrame | pd.Series) -> str:
     ours = Cast(plan, None, [kind_of(dtype) for dtype in dtypes_of(part)]).floating
     for name, module in modules(plan):
         theirs = module_dtype([module])
+        if name == "fn":  # its dtype has decided already
+            return ""
         if theirs is not None and theirs != ours and name not in plan.shared:
             return (
                 f"The table is {ours}, and the module {name!r} that the function captures is {theirs}: pass it as an argument with "

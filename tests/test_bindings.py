@@ -135,3 +135,15 @@ def test_what_a_row_is_not(fn: Callable[..., Any], message: str) -> None:
 
 def test_a_copy_of_a_row_is_a_row() -> None:
     assert dg.grad_column(pd.DataFrame({"x": [3.0]}), lambda row: copy.copy(row).x ** 2, wrt="x").tolist() == [6.0]
+
+
+@pytest.mark.parametrize("device", ["tpu", "meta", "mps", 5, "", "cuda:x"])
+def test_a_device_that_there_is_not_is_refused_at_the_call(device: Any) -> None:
+    with pytest.raises(dg.PlanError, match=r"is not possible\. Possible: 'cpu', 'cuda'"):
+        dg.grad_column(dd.from_pandas(pd.DataFrame({"x": [1.0]}), npartitions=1), scaled, device=device)
+
+
+def test_no_remedy_is_named_for_a_module_that_is_the_function_itself() -> None:
+    with pytest.raises(dg.RowError) as caught:
+        dg.grad_column(pd.Series([1.0], name="x"), torch.nn.Linear(1, 1))
+    assert "shared=" not in str(caught.value)
