@@ -76,7 +76,8 @@ def _solve(plan: Plan, table: Table, group: Group, device: torch.device, result:
     result.reports.append(job.report)
     if plan.options.engine == "auto" and draws_outside_torch(plan):
         job.options = replace(plan.options, engine="loop")
-        result.slower("rows go one by one, since the function can draw random numbers of Python or NumPy, which a batch would share")
+        if len(group.rows) > _kernel.STOP_BISECTING:
+            result.slower("rows go one by one, since the function can draw random numbers of Python or NumPy, which a batch would share")
     with neutral(cast.default, device, exclusive=random):
         if random:
             torch.manual_seed(job.seed)

@@ -65,7 +65,8 @@ def split_and_called_twice(book: pd.DataFrame) -> pd.Series:
 
 def both_and_where(book: pd.DataFrame) -> pd.Series:
     is_call = torch.from_numpy((book["kind"] == "call").to_numpy(copy=True))  # (rows,)
-    return pd.Series(vmap(grad(price_of_both))(*tensors(book), is_call).numpy(), index=book.index)
+    deltas: Any = vmap(grad(price_of_both))
+    return pd.Series(deltas(*tensors(book), is_call).numpy(), index=book.index)
 
 
 def options(rows: int) -> pd.DataFrame:
