@@ -7,6 +7,7 @@ import random
 import sys
 import types
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,8 +47,27 @@ def check(plan: Plan) -> None:
                 )
 
 
-def draws_outside_torch(plan: Plan) -> bool:
-    """Whether the row function can draw from Python's or NumPy's random generators, whose draws a batch would share."""
+@dataclass(frozen=True)
+class Captured:
+    """What is in reach of a row function.
+
+    Attributes:
+        draws: it can draw from Python's or NumPy's random generators, whose draws a batch would share.
+        scripted: TorchScript in its reach reads tensors into numbers.
+    """
+
+    draws: bool
+    scripted: bool
+
+
+def look(plan: Plan) -> Captured:
+    """What is in reach of the row function of `plan`."""
+    from . import _scripted
+
+    return Captured(_draws_outside_torch(plan), _scripted.reads_values(reachable(plan)))
+
+
+def _draws_outside_torch(plan: Plan) -> bool:
     for _, value in reachable(plan):
         bound = getattr(value, "__self__", None)  # random.random is a method of a hidden generator
         if value is random or value is np.random or isinstance(value, _GENERATORS) or isinstance(bound, _GENERATORS):

@@ -160,7 +160,8 @@ def _check_hashable(wish: Any, wrt: Any) -> None:
         hash(wish)
     except TypeError:
         raise PlanError(
-            f"wrt={wrt!r} is not possible, for a {type(wish).__name__} names no argument: wrt='x' gives a Series, wrt=['x', 'y'] a DataFrame"
+            f"wrt={wrt!r} is not possible, for a {type(wish).__name__} names no argument: wrt='x' gives a Series, "
+            "wrt=['x', 'y'] a DataFrame"
         ) from None
 
 

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from . import _anomaly
+from . import _anomaly, _scripted
 from ._ambient import checkpoint, slow_rules
 from ._derivative import Derivative, Dot
 from ._errors import GraphError, PlanError
@@ -70,6 +70,7 @@ class Job:
         wish: what is wanted of each row.
         directions: those that are the same for every row.
         seed: where random draws of these rows begin.
+        scripted: TorchScript in `fn` reads values, which only a dispatch mode sees.
         report: what was seen, for `explain`.
     """
 
@@ -81,6 +82,7 @@ class Job:
     device: torch.device
     directions: Mapping[Dot, Tensor] = field(default_factory=dict)
     seed: int = 0
+    scripted: bool = False
     report: Report = field(default_factory=lambda: Report())
 
 
@@ -435,8 +437,12 @@ class _Solver:
             torch.manual_seed(job.seed)
         before = torch.get_rng_state() if job.options.randomness == "error" else None
         try:
-            with mode:
+            with _scripted.watch(mode, job.scripted), mode:
                 result = job.call(given, mode, row)
+        except Exception:
+            if mode.cut is not None:  # TorchScript makes another exception of it
+                raise mode.cut from None
+            raise
         finally:
             if before is not None and not torch.equal(before, torch.get_rng_state()):
                 torch.set_rng_state(before)

@@ -187,7 +187,7 @@ def _plain(tensor: Any) -> Any:
 
 def _truth(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rows = mode.of_rows(args[0])
-    return func(*args, **kwargs) if rows is None else bool(_answer(mode, rows != 0, func, args))
+    return func(_plain(args[0])) if rows is None else bool(_answer(mode, rows != 0, func, args))
 
 
 def _whole(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

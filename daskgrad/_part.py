@@ -17,7 +17,6 @@ from torch import Tensor
 
 from . import _kernel
 from ._ambient import neutral
-from ._captured import draws_outside_torch
 from ._cells import ArrayKind, StaticKind
 from ._derivative import Dot, directions_of
 from ._errors import PlanError
@@ -70,11 +69,12 @@ def _solve(plan: Plan, table: Table, group: Group, device: torch.device, result:
         options=plan.options,
         device=device,
         directions=_constants(plan, device),
+        scripted=plan.captured.scripted,
         seed=table.seed() + int(group.rows[0]) if random else 0,
     )
     job.report.dtype = cast.floating.name
     result.reports.append(job.report)
-    if plan.options.engine == "auto" and draws_outside_torch(plan):
+    if plan.options.engine == "auto" and plan.captured.draws:
         job.options = replace(plan.options, engine="loop")
         if len(group.rows) > _kernel.STOP_BISECTING:
             result.slower("rows go one by one, since the function can draw random numbers of Python or NumPy, which a batch would share")

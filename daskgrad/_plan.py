@@ -10,7 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -20,6 +20,9 @@ from ._derivative import Aux, Derivative, Dot, Problem, Project, arguments_of, d
 from ._errors import PlanError
 from ._names import function_name, listing, nearest
 from ._options import Options
+
+if TYPE_CHECKING:
+    from ._captured import Captured
 
 Form = Literal["columns", "row", "value"]
 
@@ -135,6 +138,13 @@ class Plan:
     def rowwise(self) -> bool:
         """Whether a row's result depends on that row alone, so that a filter may go below it."""
         return self.options.randomness == "error"
+
+    @functools.cached_property
+    def captured(self) -> Captured:
+        """What is in reach of the row function; looked at where it runs."""
+        from ._captured import look
+
+        return look(self)
 
     @property
     def derivatives(self) -> tuple[Derivative, ...]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -174,3 +176,54 @@ def test_a_draw_of_another_generator_is_each_rows_own(draw: Callable[[], float])
     with slower_is_fine():
         got = dg.grad_column(scalars(), lambda x: x * draw(), randomness="different")
     assert got.nunique() == 40
+
+
+# --- TorchScript
+
+
+def scripted_without_a_warning(function: Callable[..., Any]) -> Any:
+    """torch.jit.script, which torch calls deprecated, and which models of today still come in."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(function)
+
+
+@scripted_without_a_warning
+def scripted_float(x):
+    return x * math.exp(float(x))
+
+
+@scripted_without_a_warning
+def scripted_item(x):
+    return x * x.detach().item() + x * x.item()
+
+
+@scripted_without_a_warning
+def scripted_paths(x):
+    for _ in range(int(x.abs())):
+        x = x * 1.5
+    if bool(x > 0):
+        return x * x
+    return x * 3
+
+
+@scripted_without_a_warning
+def scripted_detached(x):
+    return x * float(x.detach())
+
+
+@pytest.mark.parametrize("engine", ["auto", "loop"])
+@pytest.mark.parametrize("scripted", [scripted_float, scripted_item])
+def test_a_cut_inside_torchscript(scripted: Any, engine: str) -> None:
+    with pytest.raises(dg.GraphError, match="inside TorchScript"), slower_is_fine():
+        dg.grad_column(scalars(), lambda x: scripted(x) * x, engine=engine)
+
+
+@pytest.mark.parametrize("engine", ["auto", "loop"])
+@pytest.mark.parametrize("scripted", [scripted_paths, scripted_detached])
+def test_control_flow_inside_torchscript(scripted: Any, engine: str) -> None:
+    def fn(x: Tensor) -> Tensor:
+        result: Tensor = scripted(x) * x
+        return result
+
+    assert_gradient(scalars(), fn, engine)
