@@ -68,6 +68,11 @@ def grad_column(
         1  20.0  4.0
         2  36.0  9.0
     """
+    if isinstance(wrt, Mapping):
+        raise PlanError(
+            f"wrt={wrt!r} is not possible, for a dict names no argument: wrt='x' gives a Series, wrt=['x', 'y'] a DataFrame, and "
+            "dg.derivatives takes {name: derivative}"
+        )
     return _apply(data, plan_of(data, fn, wrt, inputs=inputs, shared=shared, **options))
 
 

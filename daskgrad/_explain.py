@@ -5,12 +5,11 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from . import _dask, _kernel
-from ._autograd import by_columns, canonical_order
+from . import _dask
 from ._cells import StaticKind
 from ._column import plan_of
 from ._derivative import Aux, Derivative, Dot, Norm, Problem, Project, spelled
@@ -18,6 +17,9 @@ from ._errors import DaskgradError
 from ._names import function_name
 from ._plan import Input, Plan
 from ._sample import few_rows
+
+if TYPE_CHECKING:
+    from ._kernel import Report
 
 ROWS = 256
 """Rows of pandas data that are run to see; of Dask data it is a sixteenth."""
@@ -167,7 +169,7 @@ def _seen(plan: Plan, part: pd.DataFrame | pd.Series, looked: str) -> list[tuple
         result = solve(trial, part, None)
     except DaskgradError as problem:
         return [("Runs", [("looked at", looked), ("error", f"{type(problem).__name__}: {problem}")])]
-    reports: list[_kernel.Report] = result.reports
+    reports: list[Report] = result.reports
     forced = plan.options.dtype or module_dtype([*plan.shared.values(), plan.fn])
     lines = [("looked at", looked), ("dtype inside", _dtype(reports, forced is not None))]
     lines += _engine(plan, reports, result.reason)
@@ -177,13 +179,13 @@ def _seen(plan: Plan, part: pd.DataFrame | pd.Series, looked: str) -> list[tuple
     return [("Runs", lines), ("Derivatives", _modes(plan, reports))]
 
 
-def _dtype(reports: Sequence[_kernel.Report], forced: bool) -> str:
+def _dtype(reports: Sequence[Report], forced: bool) -> str:
     found = ", ".join(sorted({report.dtype for report in reports})) or "unknown: no row was seen"
     why = "cast on the way in, and results back (a shared module's dtype, or the option dtype=, wins)" if forced else "that of what is read"
     return f"{found}, {why}"
 
 
-def _engine(plan: Plan, reports: Sequence[_kernel.Report], reason: str | None) -> list[tuple[str, str]]:
+def _engine(plan: Plan, reports: Sequence[Report], reason: str | None) -> list[tuple[str, str]]:
     batched, looped = sum(r.batched for r in reports), sum(r.looped for r in reports)
     if plan.options.engine == "loop":
         how = "the loop, as asked: one row after the other"
@@ -207,7 +209,7 @@ def _engine(plan: Plan, reports: Sequence[_kernel.Report], reason: str | None) -
     return lines
 
 
-def _modes(plan: Plan, reports: Sequence[_kernel.Report]) -> list[tuple[str, str]]:
+def _modes(plan: Plan, reports: Sequence[Report]) -> list[tuple[str, str]]:
     report = next((r for r in reports if r.shapes or not plan.named), None)
     if report is None:
         return [("unknown", "no row came through")]
@@ -221,6 +223,8 @@ def _modes(plan: Plan, reports: Sequence[_kernel.Report]) -> list[tuple[str, str
 
 
 def _mode(order: tuple[Any, ...], sizes: Mapping[Any, int], out: int) -> str:
+    from ._autograd import by_columns, canonical_order
+
     if not order:
         return "forward"
     first, *rest = canonical_order(order, sizes)

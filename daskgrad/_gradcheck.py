@@ -14,7 +14,6 @@ from ._derivative import problem
 from ._plan import Plan
 from ._records import objects
 from ._sample import few_rows
-from ._shared import module_dtype
 
 
 def gradcheck(
@@ -75,6 +74,8 @@ class _Check:
 
     def __init__(self, sample: pd.DataFrame | pd.Series, fn: Callable[..., Any], plan: Plan, call: dict[str, Any]) -> None:
         self.sample, self.fn, self.plan, self.call = sample, fn, plan, call
+        from ._shared import module_dtype
+
         dtype = plan.options.dtype or module_dtype([*plan.shared.values(), plan.fn]) or np.dtype("float64")
         self.eps = float(np.finfo(dtype).eps)
 

@@ -29,7 +29,7 @@ class Watch(TorchDispatchMode):
     """Refuses to read a differentiated value into a Python number. Noted in `mode.cut`, since TorchScript changes the exception."""
 
     def __init__(self, mode: RowMode) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.mode = mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:

@@ -23,7 +23,7 @@ import pytest
 from distributed import Client, Security, Status
 
 from daskgrad import PlanError, local_client
-from daskgrad._cluster import MALLOC_SETTINGS, LocalClient
+from daskgrad._local_cluster import MALLOC_SETTINGS, LocalClient
 
 pytestmark = pytest.mark.cluster
 
