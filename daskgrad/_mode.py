@@ -341,6 +341,13 @@ def _never_batched(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict
     return func(*args, **kwargs)
 
 
+def _strided(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """In place, the gradient in a batch is silently wrong: the rows' own strides are taken for the batch's."""
+    if mode.of_rows(args[0]) is not None:
+        mode.unbatchable("as_strided_ has no gradient in a batch")
+    return func(*args, **kwargs)
+
+
 def _select_scatter(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`torch.select_scatter` by its meaning: the gradient of torch's own is silently wrong where a batch is differentiated."""
     if all(mode.of_rows(tensor) is None for tensor in _tensors_in([*args, *kwargs.values()])):
@@ -536,6 +543,8 @@ _HANDLERS: dict[Any, _Handler] = {
     **{getattr(torch, f"{name}_cell"): _recur for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
     torch.nn.functional.scaled_dot_product_attention: _attend,
     **dict.fromkeys(_BLIND, _never_batched),
+    torch.as_strided_: _strided,
+    Tensor.as_strided_: _strided,
     torch.select_scatter: _select_scatter,
     Tensor.select_scatter: _select_scatter,
     torch.roll: _roll,

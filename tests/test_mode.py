@@ -155,6 +155,14 @@ def test_a_sparse_gradient_is_made_dense(engine: str) -> None:
     assert_cells(list(got), [2 * cell * [[1], [0], [1]] for cell in cells])
 
 
+@pytest.mark.parametrize("engine", ["auto", "loop"])
+def test_strides_set_in_place(engine: str) -> None:
+    def fn(x: Tensor) -> Tensor:
+        return (x.clone().as_strided_((4,), (1,), 1) * torch.arange(4)).sum()
+
+    assert_gradient(pd.DataFrame({"x": object_series([np.arange(6.0) + k for k in range(40)])}), fn, engine)
+
+
 # --- draws that vmap does not see
 
 
