@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._mode import RowMode, users_line
+from ._lines import users_line
+from ._mode import RowMode
 
 
 class _Tracing(RowMode):

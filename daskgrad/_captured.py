@@ -28,14 +28,13 @@ def check(plan: Plan) -> None:
     torch = sys.modules.get("torch")
     if torch is None:
         return
-    for name, value in plan.shared.items():
-        for tensor in _tensors(torch, value):
-            if tensor.grad_fn is not None:
-                raise GraphError(
-                    f"the shared argument {name!r} holds a tensor that carries a graph: it was computed from tensors that require a "
-                    "gradient. A graph does not survive the way to a worker process. Compute it inside the row function, or pass "
-                    ".detach() of it."
-                )
+    for name, value in reachable(plan):
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+            what = "the shared argument" if name in plan.shared else "what the row function captures,"
+            raise GraphError(
+                f"{what} {name!r} is a tensor that carries a graph: it was computed from tensors that require a gradient. A graph "
+                "does not survive the way to a worker process. Compute it inside the row function, or pass .detach() of it."
+            )
     for name, module in modules(plan):
         for path, layer in module.named_modules():
             batch_norm = isinstance(layer, torch.nn.modules.batchnorm._BatchNorm)
@@ -154,14 +153,3 @@ def _of_function(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
 def _looked_up(code: types.CodeType) -> set[str]:
     inner = (_looked_up(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     return set(code.co_names).union(*inner)
-
-
-def _tensors(torch: Any, value: Any) -> Iterator[Any]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(torch, item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(torch, item)

@@ -193,9 +193,9 @@ def _source(data: Any) -> Source:
         return Source("bag", pd.DataFrame(), None, _dask.peek(data))
     empty = data._meta if kind is not None else data
     if isinstance(empty, pd.Series):
-        return Source("series", empty.iloc[:0], [empty.name])
+        return Source("series", empty.iloc[:0], [empty.name], dask=kind is not None)
     if isinstance(empty, pd.DataFrame):
-        return Source("frame", empty.iloc[:0], list(empty.columns))
+        return Source("frame", empty.iloc[:0], list(empty.columns), dask=kind is not None)
     raise PlanError(
         f"data is a {type(data).__module__}.{type(data).__qualname__}. Possible: a pandas DataFrame or Series, a Dask DataFrame, "
         "Series or Bag."

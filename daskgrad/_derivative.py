@@ -173,7 +173,8 @@ def parse(wish: object, name: Hashable) -> Derivative:
     elif isinstance(wish, str | Dot):
         return (wish,)
     raise PlanError(
-        f"{name!r} asks for {wish!r}, which is no derivative: a part of it names no argument. Possible: () the value, 'x' first order, ('x', 'y') by x then by y, "
+        f"{name!r} asks for {wish!r}, which is no derivative: a part of it names no argument. Possible: () the value, 'x' first "
+        "order, ('x', 'y') by x then by y, "
         "dg.norm('x'), dg.dot('x', v), dg.project('x', k), dg.aux('name'), dg.problem."
     )
 

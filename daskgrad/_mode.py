@@ -8,10 +8,7 @@ A torch function mode sees every call that `fn` makes. Row at a time, and in a b
 
 from __future__ import annotations
 
-import linecache
 import math
-import os
-import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -23,11 +20,11 @@ from torch.overrides import TorchFunctionMode
 from . import _recurrent
 from ._autograd import reaches
 from ._errors import GraphError
+from ._lines import users_line
 from ._paths import Paths, TooLarge, Unbatchable
 
 _functorch: Any = torch._C._functorch
 _Handler = Callable[["RowMode", Any, tuple[Any, ...], dict[str, Any]], Any]
-_INSIDE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 
 
 _FIRST = ("condition", "input", "data", "obj")
@@ -139,16 +136,6 @@ def _bottom(tensor: Tensor) -> Tensor:
 def _nbytes(tensor: Tensor) -> int:
     bottom = _bottom(tensor)
     return bottom.numel() * bottom.element_size()
-
-
-def users_line() -> str:
-    """File, line and source of the innermost frame that is neither torch's nor daskgrad's."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
-        frame = frame.f_back
-    name, number = frame.f_code.co_filename, frame.f_lineno
-    source = linecache.getline(name, number, frame.f_globals).strip()
-    return f"{name}:{number}" + (f" `{source}`" if source else "")
 
 
 # --- a value leaves torch ---------------------------------------------------------------------------------------------

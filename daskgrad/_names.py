@@ -22,6 +22,14 @@ def nearest(name: Hashable, possible: Iterable[Hashable]) -> str:
     return f" Did you mean {found[0]!r}?" if found else ""
 
 
+def said(error: BaseException) -> str:
+    """The message of an exception, also of one whose own `__str__` fails."""
+    try:
+        return str(error)
+    except Exception as worse:
+        return f"(its message cannot be shown: {type(worse).__name__})"
+
+
 def listing(names: Iterable[Hashable], most: int = 20) -> str:
     """`'a', 'b', 'c'`, cut where there are too many to read."""
     shown = [repr(name) for name in names]

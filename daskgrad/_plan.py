@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from . import _cells, _columns
-from ._derivative import Aux, Derivative, Dot, Problem, Project, arguments_of, directions_of
+from ._derivative import Aux, Derivative, Dot, Problem, Project, arguments_of, directions_of, orders_of, spelled
 from ._errors import PlanError
 from ._names import function_name, listing, nearest
 from ._options import Options
@@ -194,12 +194,14 @@ class Source:
         empty: an empty frame or Series with the data's labels and dtypes; of a Bag, what its literal records tell of the arguments.
         labels: the column labels, None where they are not known (a Bag).
         records: a Bag's records, where they lie literally in its graph.
+        dask: it is a Dask collection.
     """
 
     kind: Literal["frame", "series", "bag"]
     empty: pd.DataFrame | pd.Series
     labels: list[Hashable] | None
     records: list[Any] | None = None
+    dask: bool = False
 
 
 def make(
@@ -239,6 +241,7 @@ def make(
     by_name = {argument.name: argument for argument in bound}
     for name in named:
         _check_differentiable(source, fn, name, by_name, shared)
+    _refuse_complex_orders(source, [derivative for _, derivative in asked], by_name)
     if form == "row":
         bound = tuple(by_name[name] for name in named)
     outputs = _outputs(source, asked, by_name, bound)
@@ -489,8 +492,22 @@ def _directions(source: Source, derivatives: Iterable[Derivative]) -> tuple[Inpu
     return tuple(found)
 
 
+def _refuse_complex_orders(source: Source, derivatives: Iterable[Derivative], by_name: dict[Hashable, Input]) -> None:
+    """A gradient by a complex argument is ∂f/∂Re + i·∂f/∂Im, which is no number that could be differentiated again."""
+    for derivative in derivatives:
+        for order in orders_of(derivative):
+            names = arguments_of(order)
+            for name in names if len(order) > 1 else ():
+                dtypes = [_dtype(source, column) for column in by_name[name].columns]
+                if any(dtype is not None and _cells.role(dtype) == "complex" for dtype in dtypes):
+                    raise PlanError(
+                        f"{spelled(order)} is of an order above the first and by {name!r}, which is complex. Take its real and "
+                        "imaginary parts as arguments of their own."
+                    )
+
+
 def _text_hint(source: Source, column: Hashable) -> str:
-    if _cells.role(_dtype(source, column)) != "static":
+    if source.kind == "bag" or not (source.dask and isinstance(_dtype(source, column), pd.StringDtype | pd.ArrowDtype)):
         return ""
     return (
         " Convert it to numbers first; where it held arrays before it went into Dask, Dask has turned them into text: set "

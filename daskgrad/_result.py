@@ -13,7 +13,7 @@ from ._captured import modules
 from ._columns import ColumnBuilder
 from ._derivative import Aux, Derivative, Problem, arguments_of
 from ._errors import DaskgradError, GraphError, PlanError, RowError
-from ._names import function_name
+from ._names import function_name, said
 from ._paths import Rows
 from ._plan import Output, Plan
 from ._records import DEFAULT
@@ -134,7 +134,7 @@ class Result:
             texts[row] = what
         texts[~self._finite[False]] = "value not finite"
         for row, error in self.failures.items():
-            texts[row] = f"{type(error).__name__}: {error}"
+            texts[row] = f"{type(error).__name__}: {said(error)}"
         return pd.Series(pd.array(texts, dtype=output.dtype), index=index, name=output.label)
 
     def _error(self, row: int) -> DaskgradError:
@@ -149,7 +149,7 @@ class Result:
             message = f"{where}, {call}: {cause}"
         else:
             message = (
-                f"{call} failed in {where}: {type(cause).__name__}: {cause}\n{dtype_hint(self.plan, self.part)}"
+                f"{call} failed in {where}: {type(cause).__name__}: {said(cause)}\n{dtype_hint(self.plan, self.part)}"
                 "on_error='null' keeps the other rows and leaves this one missing."
             )
         kind = GraphError if cut else RowError

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from ._errors import GraphError, PlanError
+from ._lines import arrived, files_of
 
 if TYPE_CHECKING:
     from ._plan import Plan
@@ -50,8 +51,8 @@ def pack(plan: Plan, captured: Mapping[str, Any] | None = None) -> bytes:
     except Exception as error:
         problem = error
     else:
-        parcel = pickle.dumps((_version(), _torch_version(), body), protocol=5)
-        return hashlib.sha256(parcel).digest() + parcel
+        content = pickle.dumps((_version(), _torch_version(), body), protocol=5)
+        return hashlib.sha256(content).digest() + pickle.dumps((content, files_of(plan)), protocol=5)
     given = {"fn": getattr(plan, "fn", None), **getattr(plan, "shared", {})} if captured is None else captured
     raise _unshippable(problem, given)
 
@@ -156,7 +157,9 @@ _kept = _Kept()
 
 
 def _opened(parcel: bytes) -> Plan:
-    theirs, their_torch, body = pickle.loads(memoryview(parcel)[DIGEST:])
+    content, files = pickle.loads(memoryview(parcel)[DIGEST:])
+    theirs, their_torch, body = pickle.loads(content)
+    arrived(files)
     _must_agree("daskgrad", theirs, _version())
     _must_agree("torch", their_torch, _torch_version())
     try:

@@ -1,0 +1,67 @@
+"""The user's line in a message: file, line number and source, also where a function has travelled.
+
+cloudpickle takes the file's name out of the functions that it sends by value; it travels beside the plan instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import linecache
+import os
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from ._captured import reachable
+
+if TYPE_CHECKING:
+    from ._plan import Plan
+
+Code = tuple[str, int, bytes]  # name, first line and bytecode tell which code it is, wherever it runs
+
+_NO_FILE = "<dynamic-code>"
+_files: dict[Code, str] = {}
+
+
+def files_of(plan: Plan) -> dict[Code, str]:
+    """The file of each function in reach of the row function of `plan`."""
+    found = (value.__code__ for _, value in reachable(plan) if isinstance(value, types.FunctionType))
+    return {_identity(code): code.co_filename for top in found for code in _nested(top)}
+
+
+def arrived(files: Mapping[Code, str]) -> None:
+    """Functions from `files` run in this process from now on."""
+    _files.update(files)
+
+
+def users_line() -> str:
+    """File, line and source of the innermost frame that is neither torch's nor daskgrad's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_inside()):
+        frame = frame.f_back
+    name, number = frame.f_code.co_filename, frame.f_lineno
+    if name == _NO_FILE:
+        name = _files.get(_identity(frame.f_code), name)
+    source = linecache.getline(name, number, frame.f_globals).strip()
+    return f"{name}:{number}" + (f" `{source}`" if source else "")
+
+
+@functools.cache
+def _inside() -> tuple[str, ...]:
+    """The folders of daskgrad and torch."""
+    torch = importlib.util.find_spec("torch")
+    files = [__file__] if torch is None or torch.origin is None else [__file__, torch.origin]
+    return tuple(os.path.dirname(file) + os.sep for file in files)
+
+
+def _identity(code: types.CodeType) -> Code:
+    return code.co_name, code.co_firstlineno, code.co_code
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested(constant)
