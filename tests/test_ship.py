@@ -251,7 +251,7 @@ def test_a_cause_whose_class_is_missing_on_arrival_comes_as_its_text(tmp_path: A
 
     error = RowError("row")
     error.__cause__ = desk_errors.Odd("no quote")
-    sent = pickle.dumps(error)
+    sent = pickle.dumps(fit_to_travel(error))
     monkeypatch.undo()
     del sys.modules["desk_errors"]
     again = pickle.loads(sent)
