@@ -21,13 +21,14 @@ Directions = Mapping[Dot, Tensor]
 def reaches(output: Tensor, leaves: Sequence[Tensor]) -> bool:
     """Whether a path in the recorded graph leads from `output` to one of `leaves`."""
     wanted = {id(leaf) for leaf in leaves}
+    inside = {leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None}
     if id(output) in wanted:
         return True
     todo = [output.grad_fn] if output.grad_fn is not None else []
     seen = set(todo)
     while todo:
         node = todo.pop()
-        if id(getattr(node, "variable", None)) in wanted:
+        if node in inside or id(getattr(node, "variable", None)) in wanted:
             return True
         for following, _ in node.next_functions:
             if following is not None and following not in seen:

@@ -6,7 +6,7 @@ A derivative is a tuple of steps, `()` the value, or a reduction of such a deriv
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,12 @@ from ._errors import PlanError
 
 @dataclass(frozen=True)
 class Dot:
-    """The derivative by `wrt` along `vector`: a column of the data (text), or a constant that is the same for every row."""
+    """The derivative by `wrt` along a direction: a column of the data, a constant, or for a module tensors by their names."""
 
     wrt: Hashable
     column: Hashable | None
     constant: Constant | None = None
+    tensors: tuple[tuple[str, Constant], ...] = ()
 
     def __str__(self) -> str:
         return f"dot({self.wrt})"
@@ -98,7 +99,8 @@ def norm(wrt: Any) -> Norm:
     """The Euclidean norm of the gradient by `wrt`, one number per row: sqrt(Σ gᵢ²).
 
     Args:
-        wrt: an argument, a list of them (the joint norm), or a tuple: a higher order (the Frobenius norm of a Hessian).
+        wrt: an argument, a list of them (the joint norm), or a tuple: a higher order (the Frobenius norm of a Hessian). Of a shared
+            module: `"model"`, a part of it (`"model.head"`), or a glob; the gradient by its parameters is then never formed.
 
     Example:
         >>> import pandas as pd, daskgrad as dg
@@ -116,7 +118,8 @@ def dot(wrt: Hashable, vector: Any) -> Dot:
 
     Args:
         wrt: the argument.
-        vector: the label of a column (text), which holds each row's direction, or a number or array of the argument's shape.
+        vector: the label of a column (text), which holds each row's direction, or a number or array of the argument's shape. By a
+            shared module: another module, a checkpoint, or `{parameter: tensor}`; parameters that are not named have direction 0.
 
     Example:
         >>> import pandas as pd, daskgrad as dg
@@ -128,11 +131,19 @@ def dot(wrt: Hashable, vector: Any) -> Dot:
     """
     if isinstance(vector, str):
         return Dot(wrt, vector)
+    if hasattr(vector, "state_dict"):
+        vector = vector.state_dict()
+    if isinstance(vector, Mapping):
+        return Dot(wrt, None, None, tuple((str(name), _constant(tensor)) for name, tensor in vector.items()))
     try:
-        array = np.asarray(vector, dtype=np.float64)
+        return Dot(wrt, None, _constant(vector))
     except (TypeError, ValueError, RuntimeError) as error:
         raise PlanError(f"dot({wrt!r}, ...) needs the label of a column or numbers as its vector, not {vector!r:.80}") from error
-    return Dot(wrt, None, Constant(array.tobytes(), array.shape))
+
+
+def _constant(vector: Any) -> Constant:
+    array = np.asarray(vector.detach().cpu() if hasattr(vector, "detach") else vector, dtype=np.float64)
+    return Constant(array.tobytes(), array.shape)
 
 
 def project(wrt: Any, k: int, seed: int = 0) -> Project:

@@ -201,7 +201,10 @@ def _engine(plan: Plan, reports: Sequence[Report], reason: str | None) -> list[t
         per_row = max(r.bytes_per_row for r in reports)
         lines.append(("groups and paths", f"{len(reports)} groups of rows that are alike, {paths} paths through the function"))
         lines.append(
-            ("batch", f"up to {size:,} rows; about {per_row:,} bytes a row forward, {2 * size * per_row / 2**20:,.0f} MiB a batch")
+            (
+                "batch",
+                f"up to {size:,} rows; about {per_row:,} bytes a row forward, so {2 * size * per_row / 2**20:,.0f} MiB a batch with its backward pass",
+            )
         )
     if reason:
         lines.append(("slower", reason))

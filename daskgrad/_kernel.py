@@ -25,7 +25,8 @@ from ._errors import GraphError, PlanError
 from ._mode import RowMode
 from ._options import Options
 from ._output import Wish, derived, taken
-from ._paths import FEW, Answers, MissingCell, Paths, Regroup, Rows, Signal, TooLarge, Unbatchable
+from ._parameters import Uses
+from ._paths import FEW, Answers, MissingCell, OwnParameters, Paths, Regroup, Rows, Signal, TooLarge, Unbatchable
 
 _functorch: Any = torch._C._functorch
 
@@ -131,6 +132,7 @@ class _Solver:
     hopeless: dict[Answers, str] = field(default_factory=dict)
     false_alarms: int = 0
     seen: int = 0
+    own: frozenset[str] = frozenset()
     taken: set[Answers] = field(default_factory=set)
 
     # --- the queue of paths
@@ -214,6 +216,10 @@ class _Solver:
             self.size = max(1, len(paths.rows) // 2)
             self._push(answers, paths.rows)
             return
+        if isinstance(signal, OwnParameters):
+            self.own |= set(signal.names)
+            self._push(answers, paths.rows)
+            return
         if isinstance(signal, Regroup) and self._diverged_at_random(state, paths):
             return
         self._part(paths)
@@ -247,7 +253,8 @@ class _Solver:
         job, rows = self.job, paths.rows
         tensors = _tensors(job.arrays(rows), job.device)
         leaves = {name: tensors[name].requires_grad_() for name in job.wish.named if name in tensors}
-        mode = RowMode(list(leaves.values()), paths, fresh=fresh, limit=4 * BUDGET)
+        uses = Uses(job.wish.targets, self.own) if job.wish.targets else None
+        mode = RowMode(list(leaves.values()), paths, fresh=fresh, limit=4 * BUDGET, uses=uses)
         mode.named = leaves
 
         def one_row(anchor: Tensor, *columns: Tensor) -> tuple[Tensor, ...]:
@@ -268,7 +275,7 @@ class _Solver:
             value, *extras = torch.vmap(one_row, randomness=job.options.randomness)(anchor, *tensors.values())
         job.report.output = tuple(value.shape[1:])
         job.report.shapes = {name: tuple(leaf.shape[1:]) for name, leaf in mode.named.items()}
-        results = derived(value, extras, mode.named, _directions(job, tensors, len(rows)), job.wish, lead=1)
+        results = derived(value, extras, mode.named, _directions(job, tensors, len(rows)), job.wish, 1, uses)
         active = None if paths.active is None else torch.from_numpy(paths.active)
         return {key: _array(tensor if active is None else tensor[active]) for key, tensor in results.items()}, mode
 
@@ -429,7 +436,8 @@ class _Solver:
         job = self.job
         given = {name: tensor[k] for name, tensor in tensors.items()}
         leaves = {name: given[name].detach().requires_grad_() for name in job.wish.named if name in given}
-        mode = RowMode(list(leaves.values()))
+        uses = Uses(job.wish.targets, frozenset(job.wish.targets)) if job.wish.targets else None
+        mode = RowMode(list(leaves.values()), uses=uses)
         mode.named = leaves
         directions = _directions(job, given, 1, lead=0)
         given.update({name: leaf.clone() for name, leaf in leaves.items()})
@@ -454,7 +462,7 @@ class _Solver:
         value, *extras = taken(result, job.wish, job.device)
         job.report.output = tuple(value.shape)
         job.report.shapes = {name: tuple(leaf.shape) for name, leaf in mode.named.items()}
-        return derived(value, extras, mode.named, directions, job.wish, lead=0), mode
+        return derived(value, extras, mode.named, directions, job.wish, 0, uses), mode
 
 
 def first_not_finite(job: Job, row: int) -> str | None:

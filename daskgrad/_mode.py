@@ -8,6 +8,7 @@ A torch function mode sees every call that `fn` makes. Row at a time, and in a b
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -15,13 +16,15 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.overrides import TorchFunctionMode
 
-from . import _recurrent
+from . import _parameters, _recurrent
 from ._autograd import reaches
 from ._errors import GraphError
 from ._lines import users_line
-from ._paths import Paths, TooLarge, Unbatchable
+from ._parameters import Uses
+from ._paths import OwnParameters, Paths, TooLarge, Unbatchable
 
 _functorch: Any = torch._C._functorch
 _Handler = Callable[["RowMode", Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -41,10 +44,19 @@ class RowMode(TorchFunctionMode):
         missing: the row read a missing value.
         named: the differentiated arguments by name.
         level: the vmap level of the batch.
+        uses: the shared parameters that are differentiated, and how they are used.
         limit: bytes that the calls' results may hold (`paths.nbytes`); past it the run ends.
     """
 
-    def __init__(self, leaves: Sequence[Tensor], paths: Paths | None = None, *, fresh: bool = False, limit: float = math.inf) -> None:
+    def __init__(
+        self,
+        leaves: Sequence[Tensor],
+        paths: Paths | None = None,
+        *,
+        fresh: bool = False,
+        limit: float = math.inf,
+        uses: Uses | None = None,
+    ) -> None:
         super().__init__()
         self.leaves, self.paths, self.fresh, self.limit = list(leaves), paths, fresh, limit
         self.cut: GraphError | None = None
@@ -52,9 +64,15 @@ class RowMode(TorchFunctionMode):
         self.missing = False
         self.level = -1
         self.named: dict[Hashable, Tensor] = {}
+        self.uses = uses
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if self.uses is not None and (names := self.uses.named_in([args, kwargs])):
+            return self._with_parameters(func, args, kwargs, names)
+        return self._call(func, args, kwargs)
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         handler = _HANDLERS.get(func)
         if handler is not None and not args and (name := next((n for n in _FIRST if n in kwargs), None)) is not None:
             args, kwargs = (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}
@@ -73,6 +91,53 @@ class RowMode(TorchFunctionMode):
         if self.paths is not None and isinstance(result, Tensor):
             self._weigh(result)
         return result
+
+    def _with_parameters(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]) -> Any:
+        """A call that takes differentiated parameters: by its rule, or with each row's own copies."""
+        assert self.uses is not None
+        attribute = getattr(getattr(func, "__self__", None), "__name__", None) if func.__name__ == "__get__" else None
+        if attribute == "requires_grad":
+            return True
+        if not torch.is_grad_enabled() or func is Tensor.detach or (attribute is not None and attribute not in _TENSORS):
+            return func(*args, **kwargs)
+        if self.paths is not None and not self.uses.own.intersection(names) and not _foreign(self, args):
+            found = _parameters.rule(func, args, kwargs, self.uses)
+            if found is not None:
+                return self._tapped(func, args, kwargs, *found)
+        if self.paths is not None and (without := [name for name in names if name not in self.uses.own]):
+            self.paths.stop(OwnParameters(without))
+        args, kwargs = self.uses.replaced(list(args), self._own_copy), self.uses.replaced(kwargs, self._own_copy)
+        return self._call(func, tuple(args), kwargs)
+
+    def _tapped(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Tensor, makes: dict[str, Any]) -> Any:
+        """The call's output, kept so that it can be differentiated by; what follows gets a copy, which it may write into."""
+        assert self.uses is not None and self.paths is not None
+        output = self._call(func, args, kwargs)
+        if self.of_rows(output) is None:
+            output = self.own(output)
+        bottom = _bottom(output)
+        if not bottom.requires_grad:
+            with temporarily_pop_interpreter_stack():
+                bottom.requires_grad_()
+        self.leaves.append(bottom)
+        rows = self.of_rows(given)
+        rows = given.expand(len(self.paths.rows), *given.shape) if rows is None else rows
+        self.uses.calls.append(_parameters.Call(rows.detach(), bottom, _functorch.maybe_get_bdim(output), makes))
+        return output.clone()
+
+    def _own_copy(self, name: str) -> Tensor:
+        """The copy of a parameter that belongs to one row."""
+        assert self.uses is not None
+        if name not in self.uses.leaves:
+            target = self.uses.targets[name].detach()
+            with contextlib.nullcontext() if self.paths is None else temporarily_pop_interpreter_stack():
+                copies = target if self.paths is None else target.expand(len(self.paths.rows), *target.shape).clone()
+                leaf = self.uses.leaves[name] = copies.detach().requires_grad_()
+            self.leaves.append(leaf)
+            if self.paths is not None:
+                self._weigh(leaf)
+        leaf = self.uses.leaves[name]
+        return leaf if self.paths is None else _functorch._add_batch_dim(leaf, 0, self.level)
 
     def _weigh(self, result: Tensor) -> None:
         assert self.paths is not None
@@ -125,6 +190,16 @@ class RowMode(TorchFunctionMode):
         count = len(self.paths.rows)
         copies = result.expand(count, *result.shape).clone()
         return _functorch._add_batch_dim(copies, 0, self.level)
+
+
+_TENSORS = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
+"""Attributes that are tensors of the same values."""
+
+
+def _foreign(mode: RowMode, args: Any) -> bool:
+    """Whether a tensor among `args` is batched by a vmap of the row function's own."""
+    tensors = (tensor for tensor in _tensors_in(args) if _functorch.is_functorch_wrapped_tensor(tensor))
+    return any(mode.of_rows(tensor) is None for tensor in tensors)
 
 
 def _bottom(tensor: Tensor) -> Tensor:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from . import _reduce
+from . import _parameters, _reduce
 from ._autograd import derive, reaches
 from ._derivative import Aux, Derivative, Dot, Norm, Order, Project, orders_of
 from ._errors import GraphError
+from ._parameters import Uses
 
 
 @dataclass(frozen=True)
@@ -25,17 +26,29 @@ class Wish:
         derivatives: what to compute.
         vectors: `fn` may return a vector; its derivatives are Jacobians.
         allow_unused: zeros, not an error, where no named argument reaches the output.
+        targets: the shared parameters that are differentiated, by path.
+        shared: which of them each wish of the call means.
+        along: the directions for them.
     """
 
     named: Sequence[Hashable]
     derivatives: Sequence[Derivative]
     vectors: bool
     allow_unused: bool
+    targets: Mapping[str, Tensor] = field(default_factory=dict)
+    shared: Mapping[Hashable, Sequence[str]] = field(default_factory=dict)
+    along: Mapping[Dot, Mapping[str, Tensor]] = field(default_factory=dict)
 
     @property
     def orders(self) -> list[Order]:
-        """The derivatives that the wanted ones are made of."""
-        return list(dict.fromkeys(order for derivative in self.derivatives for order in orders_of(derivative)))
+        """The derivatives by column arguments that the wanted ones are made of."""
+        orders = (order for derivative in self.derivatives for order in orders_of(derivative))
+        return list(dict.fromkeys(order for order in orders if not self.of_parameters(order)))
+
+    def of_parameters(self, order: Order) -> Sequence[str]:
+        """The parameters that an order is taken with respect to; none, if it is by columns."""
+        step = order[0] if order else None
+        return self.shared.get(step.wrt if isinstance(step, Dot) else step, ())
 
     @property
     def extras(self) -> list[Aux]:
@@ -90,6 +103,7 @@ def derived(
     directions: Mapping[Dot, Tensor],
     wish: Wish,
     lead: int,
+    uses: Uses | None = None,
 ) -> dict[Derivative, Tensor]:
     """What is wanted, from the value (*rows, *out).
 
@@ -98,19 +112,65 @@ def derived(
     """
     differentiable = value.requires_grad and value.is_floating_point()
     source = value if differentiable else value.detach().to(torch.get_default_dtype())
+    parts, used = _of_parameters(source, uses, lead) if uses is not None else ({}, False)
     orders, reached = derive(source, leaves, wish.orders, lead, directions)
-    must = bool(wish.named) and not reached and not wish.allow_unused
-    if must and not (differentiable and reaches(value, list(leaves.values()))):
-        raise GraphError(
-            f"no argument that was asked for ({', '.join(map(str, wish.named))}) reaches what the row function returned: it is a "
-            "constant there. allow_unused=True gives zeros."
-        )
+    if not (reached or used or wish.allow_unused) and (wish.named or wish.targets):
+        sources = [*leaves.values(), *(uses.wanted() if uses is not None else ())]
+        if not (differentiable and reaches(value, sources)):
+            raise GraphError(
+                f"no argument that was asked for ({', '.join(map(str, [*wish.named, *wish.shared]))}) reaches what the row function "
+                "returned: it is a constant there (a comparison, a branch, or one side of max()?). Where its slope is meant to be zero, "
+                "write torch.clamp(x, min=0) and the like, or ask for zeros with allow_unused=True."
+            )
     found: dict[Derivative, Tensor] = dict(zip(wish.extras, extras, strict=True))
+    like = source if lead else source[None]
     for derivative in wish.derivatives:
-        if isinstance(derivative, Norm):
+        if any(wish.of_parameters(order) for order in orders_of(derivative)):
+            result = _by_parameters(derivative, parts, orders, wish, like, lead)
+            found[derivative] = result if lead else result[0]
+        elif isinstance(derivative, Norm):
             found[derivative] = _reduce.norm([orders[order] for order in derivative.of], lead)
         elif isinstance(derivative, Project):
             found[derivative] = _reduce.project([orders[order] for order in derivative.of], lead, derivative.k, derivative.seed)
         elif isinstance(derivative, tuple):
             found[derivative] = orders[derivative]
     return found
+
+
+def _of_parameters(value: Tensor, uses: Uses, lead: int) -> tuple[dict[str, list[_parameters.Part]], bool]:
+    """What the gradient by each parameter is made of, with the rows in front, and whether any is reached.
+
+    Raises:
+        TypeError: the value is a vector.
+    """
+    if value.dim() > lead:
+        raise TypeError(
+            f"the row function returned a tensor of shape {tuple(value.shape[lead:])}, and a gradient by parameters needs a number"
+        )
+    wanted = uses.wanted()
+    gradients: Sequence[Tensor | None] = [None] * len(wanted)
+    if wanted and value.requires_grad:
+        gradients = torch.autograd.grad(value.sum(), wanted, retain_graph=True, allow_unused=True)
+    reached = any(gradient is not None for gradient in gradients)
+    if not lead:
+        gradients = [None if gradient is None else gradient[None] for gradient in gradients]
+    return uses.parts(gradients), reached
+
+
+def _by_parameters(derivative: Derivative, parts: Any, orders: Mapping[Order, Tensor], wish: Wish, like: Tensor, lead: int) -> Tensor:
+    """A derivative by shared parameters, with the rows in front: (rows,), or (rows, elements)."""
+    like = like.detach()
+    if isinstance(derivative, Norm):
+        names = list(dict.fromkeys(name for order in derivative.of for name in wish.of_parameters(order)))
+        total = _parameters.squared_norm(parts, names, like)
+        for order in derivative.of:
+            if not wish.of_parameters(order):
+                total = total + _reduce.norm([orders[order]], lead).square()
+        return total.sqrt()
+    (order,) = orders_of(derivative)
+    if isinstance(derivative, Project):
+        return _parameters.projected(parts, wish.targets, wish.of_parameters(order), derivative.k, derivative.seed, like)
+    step = order[0]
+    if isinstance(step, Dot):
+        return _parameters.along(parts, wish.along[step], like)
+    return _parameters.flattened(parts, wish.targets, wish.of_parameters(order), like)

@@ -24,7 +24,7 @@ from ._mode import RowMode
 from ._names import function_name
 from ._output import Wish
 from ._paths import Rows
-from ._plan import Plan
+from ._plan import Plan, directions_by_path
 from ._records import ABSENT, DEFAULT
 from ._result import Result
 from ._row import RowView, complete
@@ -65,12 +65,12 @@ def _solve(plan: Plan, table: Table, group: Group, device: torch.device, result:
         rows=group.rows,
         arrays=_arrays(plan, table, kinds, cast),
         call=_caller(plan, table, kinds, cast, shared),
-        wish=Wish(plan.named, result.wanted_derivatives, plan.output != "number", plan.options.allow_unused),
+        wish=_wish(plan, result, shared),
         options=plan.options,
         device=device,
         directions=_constants(plan, device),
         scripted=plan.captured.scripted,
-        seed=table.seed() + int(group.rows[0]) if random else 0,
+        seed=_seed(plan, table, group) if random else 0,
     )
     job.report.dtype = cast.floating.name
     result.reports.append(job.report)
@@ -95,10 +95,33 @@ def _name_anomalies(job: _kernel.Job, result: Result) -> None:
             result.anomaly(int(row), f"gradient not finite: {where}")
 
 
+def _seed(plan: Plan, table: Table, group: Group) -> int:
+    """Where random draws begin: one draw for all rows is the same in every part; others follow what is in the part."""
+    if plan.options.randomness == "same":
+        return plan.options.seed or 0
+    return table.seed() + int(group.rows[0])
+
+
+def _wish(plan: Plan, result: Result, shared: Shared) -> Wish:
+    """What is wanted of each row."""
+    shapes = {path: tuple(tensor.shape) for path, tensor in shared.targets.items()}
+    along = {}
+    for step in directions_of(plan.asked):
+        if step.wrt in plan.parameters:
+            meant = {path: shapes[path] for path in plan.parameters[step.wrt]}
+            along[step] = {path: torch.from_numpy(array.copy()) for path, array in directions_by_path(step, meant).items()}
+    vectors = plan.output != "number" and not plan.parameters
+    return Wish(plan.named, result.wanted_derivatives, vectors, plan.options.allow_unused, shared.targets, plan.parameters, along)
+
+
 def _constants(plan: Plan, device: torch.device) -> dict[Dot, torch.Tensor]:
     """The directions that are the same for every row."""
     found = directions_of(plan.asked)
-    return {step: torch.from_numpy(step.constant.array.copy()).to(device) for step in found if step.constant is not None}
+    return {
+        step: torch.from_numpy(step.constant.array.copy()).to(device)
+        for step in found
+        if step.constant is not None and step.wrt not in plan.parameters
+    }
 
 
 def _static_refused(plan: Plan, name: Hashable, value: Any) -> str:

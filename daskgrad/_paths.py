@@ -36,6 +36,14 @@ class MissingCell(Signal):
     """The rows on this path read a missing value: they have no result, and that is no error."""
 
 
+class OwnParameters(Signal):
+    """A parameter is used in a way that has no rule: run again with a copy of it for each row."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__(names)
+        self.names = names
+
+
 class TooLarge(Signal):
     """The run needs more memory than it may: run again with fewer rows."""
 

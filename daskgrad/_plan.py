@@ -106,6 +106,7 @@ class Plan:
         shared: the shared arguments.
         outputs: the columns of the result.
         named: the arguments named anywhere in the call, also in columns that Dask has dropped since.
+        parameters: which shared parameters each wish of the call means, by path.
         asked: the derivatives named anywhere in the call, likewise.
         single: the result is a Series.
         output: what `fn` returns. "number" (a gradient is asked for), "vector" (Jacobians, in object columns), or "any": numbers
@@ -121,6 +122,7 @@ class Plan:
     shared: Mapping[str, Any]
     outputs: tuple[Output, ...]
     named: tuple[Hashable, ...]
+    parameters: Mapping[Hashable, tuple[str, ...]]
     asked: tuple[Derivative, ...]
     single: bool
     output: Literal["number", "vector", "any"]
@@ -235,8 +237,9 @@ def make(
         raise PlanError(f"no column feeds an argument of {function_name(fn)}, so there is nothing to differentiate by")
     asked = asked or [(None, (bound[0].name,))]
     directions = _directions(source, [derivative for _, derivative in asked])
-    named = tuple(dict.fromkeys(name for _, derivative in asked for name in arguments_of(derivative)))
-    if not named and bound and any(isinstance(derivative, Problem) for _, derivative in asked):
+    parameters = _parameter_wishes(fn, [derivative for _, derivative in asked], shared)
+    named = tuple(name for name in dict.fromkeys(n for _, d in asked for n in arguments_of(d)) if name not in parameters)
+    if not named and not parameters and bound and any(isinstance(derivative, Problem) for _, derivative in asked):
         named = (bound[0].name,)  # what is wrong with a row: with its gradient, as `grad_column` would take it
     by_name = {argument.name: argument for argument in bound}
     for name in named:
@@ -244,7 +247,7 @@ def make(
     _refuse_complex_orders(source, [derivative for _, derivative in asked], by_name)
     if form == "row":
         bound = tuple(by_name[name] for name in named)
-    outputs = _outputs(source, asked, by_name, bound)
+    outputs = _outputs(source, asked, by_name, bound, parameters)
     if output == "vector":
         outputs = tuple(replace(o, dtype=np.dtype(object)) if isinstance(o.derivative, tuple) else o for o in outputs)
     from . import __version__
@@ -257,6 +260,7 @@ def make(
         shared=shared,
         outputs=outputs,
         named=named,
+        parameters=parameters,
         asked=tuple(dict.fromkeys(derivative for _, derivative in asked)),
         single=single and len(outputs) == 1,
         output=output,
@@ -477,7 +481,7 @@ def _directions(source: Source, derivatives: Iterable[Derivative]) -> tuple[Inpu
     """The columns that hold directions, as inputs of their own. In a Bag of tuples they have no position."""
     found = []
     for step in directions_of(derivatives):
-        if step.column is None:
+        if step.column is None or step.tensors:
             continue
         if source.labels is not None and step.column not in source.labels:
             raise PlanError(
@@ -498,6 +502,8 @@ def _refuse_complex_orders(source: Source, derivatives: Iterable[Derivative], by
         for order in orders_of(derivative):
             names = arguments_of(order)
             for name in names if len(order) > 1 else ():
+                if name not in by_name:
+                    continue
                 dtypes = [_dtype(source, column) for column in by_name[name].columns]
                 if any(dtype is not None and _cells.role(dtype) == "complex" for dtype in dtypes):
                     raise PlanError(
@@ -542,9 +548,13 @@ def _outputs(
     asked: list[tuple[Hashable | None, Derivative]],
     by_name: dict[Hashable, Input],
     bound: tuple[Input, ...],
+    parameters: Mapping[Hashable, tuple[str, ...]],
 ) -> tuple[Output, ...]:
     outputs: list[Output] = []
     for label, derivative in asked:
+        if parameters and any(name in parameters for name in arguments_of(derivative)):
+            outputs.append(Output(_spelled(derivative) if label is None else label, derivative, _number(source, derivative, bound)))
+            continue
         stacked = isinstance(derivative, tuple) and len(derivative) == 1 and _stacked(derivative[0], by_name)
         if label is None and stacked:
             for k, column in enumerate(by_name[derivative[0]].columns):  # type: ignore[index]
@@ -559,6 +569,82 @@ def _outputs(
             f"two results would carry the label {twice[0]!r}. Give each a name of its own: dg.derivatives(data, fn, {{'a': ..., 'b': ...}})"
         )
     return tuple(outputs)
+
+
+def _spelled(derivative: Derivative) -> str:
+    return spelled(derivative) if isinstance(derivative, tuple) else str(derivative)
+
+
+def _number(source: Source, derivative: Derivative, bound: tuple[Input, ...]) -> Any:
+    """The dtype of a derivative by shared parameters: an array of all of them, or a number of the floating dtype of what is read."""
+    formed = isinstance(derivative, Project) or (isinstance(derivative, tuple) and not isinstance(derivative[0], Dot))
+    if formed:
+        return np.dtype(object)
+    dtypes = [_gradient_dtype(source, c) for a in bound for c in a.columns if _differentiable(source, c)]
+    return _cells.common_dtype(dtypes, value=True)
+
+
+def _parameter_wishes(fn: Callable[..., Any], derivatives: Sequence[Derivative], shared: dict[str, Any]) -> dict[Hashable, tuple[str, ...]]:
+    """The parameters that are meant where a derivative is taken with respect to a shared argument, or to a part of one."""
+    wishes = {
+        name
+        for derivative in derivatives
+        for name in arguments_of(derivative)
+        if isinstance(name, str) and name.partition(".")[0] in shared
+    }
+    if not wishes:
+        return {}
+    from ._parameters import matching, parameters_of
+
+    there = {name: tensor for name, tensor in parameters_of(shared).items() if tensor.is_floating_point()}
+    found: dict[Hashable, tuple[str, ...]] = {name: tuple(matching(name, list(there))) for name in sorted(wishes)}
+    for name, meant in found.items():
+        if not meant:
+            raise PlanError(
+                f"the derivative by {name!r} is asked for, but {function_name(fn)} has no such shared parameter. Possible: "
+                f"{listing(there)}.{nearest(name, there)}"
+            )
+    for derivative in derivatives:
+        _check_parameter_order(derivative, found, there)
+    return found
+
+
+def _check_parameter_order(derivative: Derivative, found: Mapping[Hashable, tuple[str, ...]], there: Mapping[str, Any]) -> None:
+    orders = [order for order in orders_of(derivative) if any(name in found for name in arguments_of(order))]
+    if any(len(order) > 1 for order in orders):
+        raise PlanError(f"{_spelled(derivative)} is of an order above the first by shared parameters: first order is possible")
+    if isinstance(derivative, Project) and len(derivative.of) > 1:
+        raise PlanError(f"{derivative}: a projection is by columns, or by one shared argument")
+    for step in (step for order in orders for step in order if isinstance(step, Dot)):
+        shapes = {name: tuple(there[name].shape) for name in found[step.wrt]}
+        directions_by_path(step, shapes)
+
+
+def directions_by_path(step: Dot, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """The direction of each parameter, given by its whole path, its path inside the module, or inside the part that was named.
+
+    Raises:
+        PlanError: a name that is no parameter of the wish, or a shape that does not fit.
+    """
+    given = step.tensors or (("", step.constant),)
+    found = {}
+    for name, constant in given:
+        paths = [path for path in shapes if path == name or path.endswith(f".{name}") or (not name and len(shapes) == 1)]
+        if constant is None or len(paths) != 1:
+            if constant is not None and step.tensors and not paths:
+                continue  # a buffer of a checkpoint, or a parameter outside of the part that was named
+            raise PlanError(
+                f"dot({step.wrt!r}, ...) needs {{parameter: tensor}}, a module or a checkpoint as its direction. {name!r} fits "
+                f"{len(paths)} of the parameters {listing(shapes)}."
+            )
+        if constant.shape != shapes[paths[0]]:
+            raise PlanError(
+                f"dot({step.wrt!r}, ...): the direction of {paths[0]!r} has the shape {constant.shape}, the parameter {shapes[paths[0]]}"
+            )
+        found[paths[0]] = constant.array
+    if not found:
+        raise PlanError(f"dot({step.wrt!r}, ...): no name in the direction is one of the parameters {listing(shapes)}")
+    return found
 
 
 def _stacked(step: Any, by_name: dict[Hashable, Input]) -> bool:

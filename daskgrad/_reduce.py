@@ -31,6 +31,13 @@ def project(gradients: Sequence[Tensor], lead: int, k: int, seed: int) -> Tensor
     return total
 
 
+def rows_of_matrix(seed: int, start: int, stop: int, k: int) -> Tensor:
+    """Rows start … stop of the projection's matrix, (stop - start, k)."""
+    first, last = start // BLOCK, -(-stop // BLOCK)
+    whole = np.concatenate([entries(seed, block, k) for block in range(first, last)]) if last > first else np.zeros((0, k))
+    return torch.from_numpy(whole[start - first * BLOCK : stop - first * BLOCK])
+
+
 def blocks(n: int) -> Iterator[tuple[int, int]]:
     """The ranges of BLOCK rows that n rows fall into."""
     for start in range(0, n, BLOCK):

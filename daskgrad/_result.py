@@ -150,7 +150,7 @@ class Result:
         else:
             message = (
                 f"{call} failed in {where}: {type(cause).__name__}: {said(cause)}\n{dtype_hint(self.plan, self.part)}"
-                "on_error='null' keeps the other rows and leaves this one missing."
+                f"{_gap_hint(values)}{_others_hint(row)}"
             )
         kind = GraphError if cut else RowError
         error = kind(message, label=label, partition=self.partition, values=values)
@@ -163,6 +163,21 @@ class Result:
         table = Table(self.plan, self.part.iloc[row : row + 1])
         cells = {str(a.name): _plain(table.argument(a).cell(0)) for a in self.plan.inputs}
         return {name: value for name, value in cells.items() if value is not DEFAULT}
+
+
+def _others_hint(row: int) -> str:
+    """Only where rows before were well: a mistake in the function fails on all of them."""
+    return "on_error='null' keeps the other rows and leaves this one missing." if row else ""
+
+
+def _gap_hint(values: dict[str, Any]) -> str:
+    gaps = [name for name, value in values.items() if isinstance(value, float) and value != value]
+    if not gaps:
+        return ""
+    return (
+        f"{gaps[0]} is NaN there, which is a number in a plain float column. Where it means that nothing is known, "
+        "df.convert_dtypes() makes it a missing value, and the row is left out.\n"
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ._mode import RowMode
+from ._parameters import parameters_of
 from ._plan import Plan
 
 SMALL = 2**16
@@ -22,13 +23,20 @@ class Shared:
 
     Attributes:
         values: by argument name.
+        targets: the parameters that are differentiated, by path.
         dtype: the floating dtype of the modules among them (and of the row function, if it is one), None without any.
     """
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self.values = {name: _ready(value, device) for name, value in plan.shared.items()}
         self.dtype = module_dtype([*plan.shared.values(), plan.fn])
-        self._small = [n for n, v in self.values.items() if isinstance(v, Tensor) and v.numel() * v.element_size() <= SMALL]
+        everything = parameters_of(self.values)
+        self.targets = {path: everything[path] for wish in plan.parameters.values() for path in wish}
+        self._small = [
+            name
+            for name, value in self.values.items()
+            if isinstance(value, Tensor) and value.numel() * value.element_size() <= SMALL and name not in self.targets
+        ]
 
     @staticmethod
     def of(plan: Plan, device: torch.device) -> Shared:

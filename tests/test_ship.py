@@ -222,7 +222,7 @@ def test_an_error_keeps_its_row_and_its_cause_through_a_pickle(loads: Any) -> No
     error = RowError("row 'q': bad", label=("q", 1), partition=3, values={"x": 1.5, "lock": LOCK})
     error.__cause__ = two_arguments()
     error.add_note("seen by a note")
-    for sent in (error, fit_to_travel(error)):
+    for sent in (fit_to_travel(error), fit_to_travel(fit_to_travel(error))):
         again = loads(pickle.dumps(sent))
         assert type(again) is RowError
         assert str(again) == "row 'q': bad"

@@ -1,0 +1,393 @@
+"""Gradients by shared parameters, per row, without forming them.
+
+A torch call that takes a parameter is seen by the function mode. Of the calls with a rule (linear, convolutions, embedding, the norms)
+the layer's input a is kept, and b is the gradient by its output: a row's gradient is then a sum of outer products b aᵀ, of which norms
+and products are taken without forming it (Goodfellow 2015, arXiv:1510.01799; for sequences Li et al. 2022, arXiv:2110.05679). A
+parameter that is used in any other way is given to each row as its own, and its gradient is formed.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from . import _reduce
+
+Gradient = Tensor  # (rows, *shape of the parameter)
+
+
+# --- which parameters -------------------------------------------------------------------------------------------------
+
+
+def parameters_of(shared: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of shared arguments by path: `model.head.weight`, `w`, `weights.a`. Tied parameters appear once."""
+    found: dict[str, Tensor] = {}
+    for name, value in shared.items():
+        found.update(_tensors(name, value))
+    return found
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, nn.Module):
+        yield from ((f"{name}.{path}", parameter) for path, parameter in value.named_parameters())
+    elif isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _tensors(f"{name}.{key}", item)
+
+
+def matching(wish: str, names: Sequence[str]) -> list[str]:
+    """The paths that `wish` means: itself, all below it, or a glob."""
+    return [name for name in names if name == wish or name.startswith(f"{wish}.") or fnmatch.fnmatchcase(name, wish)]
+
+
+# --- how they are used ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Outer:
+    """Contributions b aᵀ to a weight (out, in): a (rows, t, in), b (rows, t, out); `shape` is the parameter's."""
+
+    a: Tensor
+    b: Tensor
+    shape: torch.Size
+
+    def formed(self) -> Gradient:
+        return torch.einsum("rto,rti->roi", self.b, self.a).reshape(len(self.a), *self.shape)
+
+    def squared(self) -> Tensor:
+        steps, size_in, size_out = self.a.shape[1], self.a.shape[2], self.b.shape[2]
+        if steps == 1:
+            return self.a.square().sum((1, 2)) * self.b.square().sum((1, 2))
+        if steps * (size_in + size_out) <= size_in * size_out:
+            return ((self.a @ self.a.mT) * (self.b @ self.b.mT)).sum((1, 2)).clamp(min=0)
+        return _squared(self.formed())
+
+    def along(self, vector: Tensor) -> Tensor:
+        matrix = vector.reshape(self.b.shape[2], self.a.shape[2])
+        return (self.b * (self.a @ matrix.mT)).sum((1, 2))
+
+
+@dataclass
+class Rows:
+    """Contributions b to the rows `index` of a table: index (rows, t), b (rows, t, width)."""
+
+    index: Tensor
+    b: Tensor
+    shape: torch.Size
+
+    def formed(self) -> Gradient:
+        table = self.b.new_zeros((len(self.b), *self.shape))
+        return table.scatter_add(1, self.index.unsqueeze(-1).expand_as(self.b), self.b)
+
+    def squared(self) -> Tensor:
+        same = self.index.unsqueeze(1) == self.index.unsqueeze(2)  # (rows, t, t)
+        return torch.where(same, self.b @ self.b.mT, 0.0).sum((1, 2)).clamp(min=0)
+
+    def along(self, vector: Tensor) -> Tensor:
+        return (self.b * vector.reshape(self.shape)[self.index]).sum((1, 2))
+
+
+@dataclass
+class Formed:
+    """A gradient (rows, *shape) as it is."""
+
+    gradient: Gradient
+
+    def formed(self) -> Gradient:
+        return self.gradient
+
+    def squared(self) -> Tensor:
+        return _squared(self.gradient)
+
+    def along(self, vector: Tensor) -> Tensor:
+        return (self.gradient * vector.reshape(self.gradient.shape[1:])).reshape(len(self.gradient), -1).sum(1)
+
+
+Part = Outer | Rows | Formed
+Make = Callable[[Tensor, Tensor], Part]  # from the layer's input and the gradient by its output, both with the rows in front
+
+
+def _squared(gradient: Tensor) -> Tensor:
+    return gradient.abs().square().reshape(len(gradient), -1).sum(1)
+
+
+@dataclass
+class Call:
+    """A torch call with a rule, and what each parameter gets of it.
+
+    Attributes:
+        given: the layer's input, (rows, *shape).
+        output: its output as autograd knows it, with the rows at `axis`.
+    """
+
+    given: Tensor
+    output: Tensor
+    axis: int
+    makes: dict[str, Make]
+
+
+@dataclass
+class Uses:
+    """The parameters that are differentiated, and how one run of the row function uses them.
+
+    Attributes:
+        targets: by path.
+        own: the paths of which each row has its own copy, since they are used without a rule.
+        leaves: those copies, (rows, *shape).
+        calls: the calls with a rule.
+    """
+
+    targets: Mapping[str, Tensor]
+    own: frozenset[str]
+    leaves: dict[str, Tensor] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._names = {id(tensor): name for name, tensor in self.targets.items()}
+
+    def named_in(self, args: Any) -> list[str]:
+        """The paths of the parameters among the arguments of a call."""
+        return [self._names[id(tensor)] for tensor in _flat(args) if id(tensor) in self._names]
+
+    def replaced(self, args: Any, by: Callable[[str], Tensor]) -> Any:
+        """`args` with each parameter replaced."""
+        if isinstance(args, Tensor):
+            name = self._names.get(id(args))
+            return args if name is None else by(name)
+        if isinstance(args, list | tuple):
+            return type(args)(self.replaced(item, by) for item in args) if type(args) in (list, tuple) else args
+        if type(args) is dict:
+            return {key: self.replaced(item, by) for key, item in args.items()}
+        return args
+
+    def wanted(self) -> list[Tensor]:
+        """What to differentiate by."""
+        return [*(call.output for call in self.calls), *self.leaves.values()]
+
+    def parts(self, gradients: Sequence[Tensor | None]) -> dict[str, list[Part]]:
+        """What each parameter's gradient is made of, from the gradients by `wanted`."""
+        found: dict[str, list[Part]] = {name: [] for name in self.targets}
+        for call, gradient in zip(self.calls, gradients, strict=False):
+            for name, make in call.makes.items() if gradient is not None else ():
+                found[name].append(make(call.given, gradient.movedim(call.axis, 0)))  # type: ignore[union-attr]
+        for name, gradient in zip(self.leaves, gradients[len(self.calls) :], strict=True):
+            if gradient is not None:
+                found[name].append(Formed(gradient))
+        return {name: _together(parts) for name, parts in found.items()}
+
+
+def _flat(args: Any) -> Iterator[Tensor]:
+    if isinstance(args, Tensor):
+        yield args
+    elif isinstance(args, list | tuple):
+        for item in args:
+            yield from _flat(item)
+    elif type(args) is dict:
+        yield from _flat(list(args.values()))
+
+
+def _together(parts: list[Part]) -> list[Part]:
+    """Several uses of one parameter as one part: the cross terms count. Equal kinds are put side by side, others are formed."""
+    if len(parts) < 2:
+        return parts
+    if all(isinstance(part, Outer) for part in parts):
+        return [Outer(torch.cat([p.a for p in parts], 1), torch.cat([p.b for p in parts], 1), parts[0].shape)]  # type: ignore[union-attr]
+    if all(isinstance(part, Rows) for part in parts):
+        return [Rows(torch.cat([p.index for p in parts], 1), torch.cat([p.b for p in parts], 1), parts[0].shape)]  # type: ignore[union-attr]
+    total = parts[0].formed()
+    for part in parts[1:]:
+        total = total + part.formed()
+    return [Formed(total)]
+
+
+# --- the rules --------------------------------------------------------------------------------------------------------
+
+
+def rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], uses: Uses) -> tuple[Tensor, dict[str, Make]] | None:
+    """The layer's input, and what each parameter gets of it; None where there is no rule for this call."""
+    make = _RULES.get(func)
+    given, wanted = make(args, kwargs) if make is not None else (None, {})
+    named = {name: how for tensor, how in wanted.values() for name in uses.named_in(tensor)}
+    if given is None or sorted(named) != sorted(uses.named_in([args, kwargs])):
+        return None
+    return given, named
+
+
+Wanted = dict[str, tuple[Tensor, Make]]
+
+
+def _bound(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _linear(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor | None, Wanted]:
+    given = _bound(("input", "weight", "bias"), args, kwargs)
+    weight = given["weight"]
+
+    def of_weight(a: Tensor, b: Tensor) -> Part:
+        return Outer(a.reshape(len(a), -1, a.shape[-1]), b.reshape(len(b), -1, weight.shape[0]), weight.shape)
+
+    return given["input"], _with_bias({"weight": (weight, of_weight)}, given.get("bias"), lambda b, n: b.reshape(len(b), -1, n).sum(1))
+
+
+def _with_bias(wanted: Wanted, bias: Tensor | None, summed: Callable[[Tensor, int], Tensor]) -> Wanted:
+    if bias is not None:
+        count, shape = bias.numel(), bias.shape
+        wanted["bias"] = (bias, lambda a, b: Formed(summed(b, count).reshape(len(b), *shape)))
+    return wanted
+
+
+def _convolution(dims: int) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[Tensor | None, Wanted]]:
+    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+
+    def make(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor | None, Wanted]:
+        given = _bound(names, args, kwargs)
+        weight, padding = given["weight"], given.get("padding", 0)
+        if given.get("groups", 1) != 1 or isinstance(padding, str):
+            return None, {}
+        neutral = {"stride": 1, "padding": 0, "dilation": 1}
+        options = {name: _two(given.get(name, value), dims, value) for name, value in neutral.items()}
+        kernel = (1,) * (2 - dims) + tuple(weight.shape[2:])
+
+        def of_weight(a: Tensor, b: Tensor) -> Part:
+            image = a.reshape(-1, *a.shape[-dims - 1 :])  # (rows · samples, channels, *size)
+            image = image.unsqueeze(2) if dims == 1 else image
+            patches = F.unfold(image, kernel, **options).mT  # (rows · samples, t, channels · kernel)
+            out = b.reshape(-1, weight.shape[0], math.prod(b.shape[-dims:])).mT  # (rows · samples, t, out)
+            rows = len(a)
+            return Outer(patches.reshape(rows, -1, patches.shape[-1]), out.reshape(rows, -1, out.shape[-1]), weight.shape)
+
+        def summed(b: Tensor, count: int) -> Tensor:
+            return b.reshape(len(b), -1, count, math.prod(b.shape[-dims:])).sum((1, 3))
+
+        return given["input"], _with_bias({"weight": (weight, of_weight)}, given.get("bias"), summed)
+
+    return make
+
+
+def _two(value: Any, dims: int, neutral: int) -> tuple[int, ...]:
+    """An option of a convolution for both axes of an image; a signal is an image of height 1."""
+    sizes = tuple(value) if isinstance(value, list | tuple) else (value,)
+    sizes = sizes * dims if len(sizes) == 1 else sizes
+    return (neutral, *sizes) if dims == 1 else sizes
+
+
+def _embedding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor | None, Wanted]:
+    given = _bound(("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"), args, kwargs)
+    weight, padding = given["weight"], given.get("padding_idx")
+    if given.get("max_norm") is not None or given.get("scale_grad_by_freq"):
+        return None, {}
+
+    def of_weight(a: Tensor, b: Tensor) -> Part:
+        index, out = a.reshape(len(a), -1).long(), b.reshape(len(b), -1, weight.shape[1])
+        if padding is not None:
+            out = torch.where((index == padding % weight.shape[0]).unsqueeze(-1), 0.0, out)
+        return Rows(index, out, weight.shape)
+
+    return given["input"], {"weight": (weight, of_weight)}
+
+
+def _norm(names: Sequence[str], plain: Callable[[Tensor, dict[str, Any]], Tensor], channels: bool) -> Any:
+    """A layer that normalises and then scales by a weight and shifts by a bias, element by element."""
+
+    def make(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor | None, Wanted]:
+        given = _bound(names, args, kwargs)
+        wanted: Wanted = {}
+        for name, with_input in (("weight", True), ("bias", False)):
+            tensor = given.get(name)
+            if tensor is not None:
+                wanted[name] = (tensor, _scaling(given, plain, tensor.shape, with_input, channels))
+        return given["input"], wanted
+
+    return make
+
+
+def _scaling(
+    given: dict[str, Any], plain: Callable[[Tensor, dict[str, Any]], Tensor], shape: torch.Size, with_input: bool, channels: bool
+) -> Make:
+    def of_scale(a: Tensor, b: Tensor) -> Part:
+        rows = len(a)
+        product = b
+        if with_input:
+            samples = a.reshape(rows * given["input"].shape[0], *given["input"].shape[1:]) if channels else a
+            product = b * plain(samples, given).reshape(b.shape)
+        if channels:  # (rows, samples, channels, *size)
+            return Formed(product.reshape(rows, given["input"].shape[0], shape[0], -1).sum((1, 3)))
+        return Formed(product.reshape(rows, -1, *shape).sum(1))
+
+    return of_scale
+
+
+def _plain_layer_norm(a: Tensor, given: dict[str, Any]) -> Tensor:
+    return F.layer_norm(a, given["normalized_shape"], eps=given.get("eps", 1e-5))
+
+
+def _plain_rms_norm(a: Tensor, given: dict[str, Any]) -> Tensor:
+    return F.rms_norm(a, given["normalized_shape"], eps=given.get("eps"))
+
+
+def _plain_group_norm(a: Tensor, given: dict[str, Any]) -> Tensor:
+    return F.group_norm(a, given["num_groups"], eps=given.get("eps", 1e-5))
+
+
+_RULES: dict[Any, Any] = {
+    F.linear: _linear,
+    torch.conv1d: _convolution(1),
+    torch.conv2d: _convolution(2),
+    F.embedding: _embedding,
+    F.layer_norm: _norm(("input", "normalized_shape", "weight", "bias", "eps"), _plain_layer_norm, channels=False),
+    F.rms_norm: _norm(("input", "normalized_shape", "weight", "eps"), _plain_rms_norm, channels=False),
+    F.group_norm: _norm(("input", "num_groups", "weight", "bias", "eps"), _plain_group_norm, channels=True),
+}
+
+
+# --- what is wanted of them -------------------------------------------------------------------------------------------
+
+
+def squared_norm(parts: Mapping[str, list[Part]], names: Sequence[str], like: Tensor) -> Tensor:
+    """(rows,) the squared norm of the gradients by `names` together."""
+    total = like.new_zeros(len(like))
+    for name in names:
+        for part in parts[name]:
+            total = total + part.squared()
+    return total
+
+
+def along(parts: Mapping[str, list[Part]], vectors: Mapping[str, Tensor], like: Tensor) -> Tensor:
+    """(rows,) the gradients times the direction `vectors`."""
+    total = like.new_zeros(len(like))
+    for name, vector in vectors.items():
+        for part in parts[name]:
+            total = total + part.along(vector.to(like))
+    return total
+
+
+def projected(
+    parts: Mapping[str, list[Part]], targets: Mapping[str, Tensor], names: Sequence[str], k: int, seed: int, like: Tensor
+) -> Tensor:
+    """(rows, k) the gradients by `names`, flattened one after the other, times the matrix of `_reduce.entries`."""
+    columns = [like.new_zeros(len(like)) for _ in range(k)]
+    offset = 0
+    for name in names:
+        size = targets[name].numel()
+        for part in parts[name]:
+            matrix = _reduce.rows_of_matrix(seed, offset, offset + size, k).to(like)  # (size, k)
+            columns = [column + part.along(matrix[:, j]) for j, column in enumerate(columns)]
+        offset += size
+    return torch.stack(columns, dim=-1)
+
+
+def flattened(parts: Mapping[str, list[Part]], targets: Mapping[str, Tensor], names: Sequence[str], like: Tensor) -> Tensor:
+    """(rows, parameters) the gradients by `names`, flattened one after the other."""
+    rows = len(like)
+    flat = [parts[name][0].formed().reshape(rows, -1) if parts[name] else like.new_zeros((rows, targets[name].numel())) for name in names]
+    return torch.cat(flat, dim=1)
