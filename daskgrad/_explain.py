@@ -203,7 +203,7 @@ def _engine(plan: Plan, reports: Sequence[Report], reason: str | None) -> list[t
         lines.append(
             (
                 "batch",
-                f"up to {size:,} rows; about {per_row:,} bytes a row forward, so {2 * size * per_row / 2**20:,.0f} MiB a batch with its backward pass",
+                f"up to {size:,} rows; about {per_row:,} bytes a row forward, {2 * size * per_row / 2**20:,.0f} MiB a batch, backward too",
             )
         )
     if reason:
