@@ -6,12 +6,14 @@ other, so the derivative of the sum over the rows is the derivative of each.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, _vmap_internals
+from torch.autograd.graph import _engine_run_backward
 
+from ._ambient import slow_rules
 from ._derivative import Dot, Order, Step
 
 Leaves = Mapping[Hashable, Tensor]
@@ -80,6 +82,8 @@ def _step(
     names = list(dict.fromkeys(step.wrt if isinstance(step, Dot) else step for step in steps))
     gradients = dict(zip(names, _by(output, [leaves[name] for name in names], lead, create_graph=deeper, last=last), strict=True))
     reached = any(gradient is not None for gradient in gradients.values())
+    if deeper:
+        _refuse_a_dead_end(gradients.values())
     made: dict[Step, Tensor] = {}
     for step in steps:
         name = step.wrt if isinstance(step, Dot) else step
@@ -90,6 +94,19 @@ def _step(
     return made, reached
 
 
+def _refuse_a_dead_end(gradients: Iterable[Tensor | None]) -> None:
+    """A backward pass that is marked as good for one derivative leaves a node that leads nowhere: the next order would be a silent 0."""
+    todo = [gradient.grad_fn for gradient in gradients if gradient is not None and gradient.grad_fn is not None]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        if node.name() == "torch::autograd::Error":
+            raise RuntimeError("trying to differentiate twice a function that was marked with @once_differentiable")
+        new = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= new
+        todo += new
+
+
 def _along(gradient: Tensor, vector: Tensor, leaf: Tensor, output: Tensor, lead: int) -> Tensor:
     """`gradient` (*rows, *out, *shape) times `vector` (*rows, *shape), summed over the shape."""
     shape = leaf.shape[lead:]
@@ -97,7 +114,7 @@ def _along(gradient: Tensor, vector: Tensor, leaf: Tensor, output: Tensor, lead:
         raise ValueError(f"the direction has the shape {tuple(vector.shape[lead:])}, and its argument {tuple(shape)}: they must agree")
     rows = vector.shape[:lead]
     out = [1] * (output.dim() - lead)
-    fitted = vector.reshape(*rows, *out, *(shape if vector.shape[lead:] == shape else [1] * len(shape)))
+    fitted = vector.reshape((*rows, *out, *(shape if vector.shape[lead:] == shape else [1] * len(shape))))
     product = (gradient * fitted.to(gradient.dtype)).reshape(*output.shape, -1)
     return product.sum(-1)
 
@@ -116,12 +133,19 @@ def _by(output: Tensor, leaves: Sequence[Tensor], lead: int, *, create_graph: bo
         columns = _by_columns(flat, leaves, lead)
         if columns is not None:
             return [None if c is None else c.reshape(*output.shape, *leaf.shape[lead:]) for c, leaf in zip(columns, leaves, strict=True)]
+    if not create_graph and lead:  # the loop stays plain
+        rows = _by_rows_at_once(flat, leaves, lead)
+        if rows is not None:
+            return [None if r is None else r.reshape(*output.shape, *leaf.shape[lead:]) for r, leaf in zip(rows, leaves, strict=True)]
     parts = [_grad(flat[..., k].sum(), leaves, create_graph=create_graph, retain_graph=True) for k in range(flat.shape[-1])]
     return [_stacked([part[k] for part in parts], output.shape, leaf, lead) for k, leaf in enumerate(leaves)]
 
 
 def _grad(output: Tensor, leaves: Sequence[Tensor], *, create_graph: bool, retain_graph: bool) -> Sequence[Tensor | None]:
     # A sum, not grad_outputs: for those torch imports its symbolic shapes, which takes a second and 100 MB.
+    if create_graph:
+        # A backward pass that is marked as good for one derivative says so only where what comes in could be differentiated, too.
+        output = output * torch.ones_like(output, requires_grad=True)
     gradients = torch.autograd.grad(output, leaves, create_graph=create_graph, retain_graph=retain_graph or create_graph, allow_unused=True)
     # An embedding with sparse=True gives a sparse gradient, which no cell can hold.
     return [g.to_dense() if g is not None and g.layout is not torch.strided else g for g in gradients]
@@ -134,13 +158,42 @@ def _stacked(parts: list[Tensor | None], shape: torch.Size, leaf: Tensor, lead: 
     return whole.reshape(*shape, *leaf.shape[lead:])
 
 
+def _by_rows_at_once(flat: Tensor, leaves: Sequence[Tensor], lead: int) -> list[Tensor | None] | None:
+    """A small Jacobian by its rows, all of them in one backward pass under vmap: (*rows, out, in) for each leaf.
+
+    None where the passes are better made one by one: few of them, large ones, or ones that do not come out as the one product that
+    is made the usual way (torch's batching rules are not to be trusted unseen).
+    """
+    count = flat.shape[-1]
+    if not _worth_batching(count, max(flat.numel() // max(count, 1), sum(leaf.numel() for leaf in leaves))):
+        return None
+    u = _weights(count, flat)
+    expected = _grad((flat * u).sum(), leaves, create_graph=False, retain_graph=True)
+    try:
+        products = _batched_grad(flat, leaves, count)
+    except (RuntimeError, NotImplementedError):
+        return None
+    found: list[Tensor | None] = []
+    for product, right, leaf in zip(products, expected, leaves, strict=True):
+        if product is None or right is None:
+            if product is not right:
+                return None
+            found.append(None)
+            continue
+        jacobian = product.reshape(count, *leaf.shape[:lead], -1)  # (out, *rows, in)
+        if not _agrees(torch.tensordot(u, jacobian, 1), right.reshape(jacobian.shape[1:]), jacobian.abs().sum(0)):
+            return None
+        found.append(jacobian.movedim(0, -2))
+    return found
+
+
 def _by_columns(flat: Tensor, leaves: Sequence[Tensor], lead: int) -> list[Tensor | None] | None:
     """A tall Jacobian by its columns: the reverse product uᵀJ is linear in u, and its derivative by u is a column.
 
     Returns (*rows, out, in) for each leaf; None where the result cannot be relied on, as with an operation whose backward pass does not
     record a graph, or 0·inf. One product that was computed the usual way is compared.
     """
-    u = torch.linspace(1.0, 2.0, flat.shape[-1], dtype=flat.dtype, device=flat.device).expand_as(flat).clone().requires_grad_()
+    u = _weights(flat.shape[-1], flat).expand_as(flat).clone().requires_grad_()
     try:
         products = torch.autograd.grad((flat * u).sum(), leaves, create_graph=True, allow_unused=True)
         return [None if p is None else _columns(p, u, leaf, lead) for p, leaf in zip(products, leaves, strict=True)]
@@ -154,20 +207,71 @@ class _UnreliableError(Exception):
 
 def _columns(product: Tensor, u: Tensor, leaf: Tensor, lead: int) -> Tensor:
     """(*rows, out, in) from `product` = uᵀJ (*rows, *shape)."""
-    parts: list[Any] = []
-    if product.requires_grad and not leaf.is_complex():
-        flat = product.reshape(*leaf.shape[:lead], -1)
-        parts = [torch.autograd.grad(flat[..., j].sum(), u, retain_graph=True, allow_unused=True)[0] for j in range(flat.shape[-1])]
+    if not product.requires_grad or leaf.is_complex():
+        raise _UnreliableError
+    flat = product.reshape(*leaf.shape[:lead], -1)  # (*rows, in)
+    count = flat.shape[-1]
+    if lead and _worth_batching(count, u.numel()):
+        try:
+            (jacobian,) = _batched_grad(flat, [u], count)
+            if jacobian is not None:
+                return _checked_columns(jacobian, flat, u)
+        except (_UnreliableError, RuntimeError, NotImplementedError):
+            pass  # one by one, then
+    parts: list[Any] = [torch.autograd.grad(flat[..., j].sum(), u, retain_graph=True, allow_unused=True)[0] for j in range(count)]
     if not parts or any(part is None for part in parts):
         raise _UnreliableError
-    jacobian = torch.stack(parts, dim=-1)  # (*rows, out, in)
-    again = (jacobian * u.detach().unsqueeze(-1)).sum(-2)
-    expected = product.detach().reshape(again.shape)
-    exact = torch.finfo(again.dtype).eps ** 0.5
-    scale = (jacobian * u.detach().unsqueeze(-1)).abs().sum(-2)
-    if not ((again - expected).abs() <= exact * scale).all():  # NaN fails too
+    return _checked_columns(torch.stack(parts), flat, u)
+
+
+def _checked_columns(jacobian: Tensor, product: Tensor, u: Tensor) -> Tensor:
+    """(*rows, out, in) of `jacobian` (in, *rows, out), which times u is `product` (*rows, in)."""
+    again = torch.linalg.vecdot(jacobian, u.detach()).movedim(0, -1)
+    if not _agrees(again, product.detach(), torch.linalg.vector_norm(jacobian, 1, dim=-1).movedim(0, -1)):
         raise _UnreliableError
-    return jacobian
+    return jacobian.movedim(0, -1)
+
+
+# --- products that are made at once, and checked ------------------------------------------------------------------------
+
+AT_ONCE = 2**20
+"""Elements of a Jacobian up to which its backward passes are worth making at once: beyond, they no longer fit the caches."""
+
+
+def _worth_batching(passes: int, elements: int) -> bool:
+    """Whether so many backward passes with so many elements each are better made at once."""
+    return passes > 2 and passes * elements <= AT_ONCE
+
+
+def _batched_grad(output: Tensor, leaves: Sequence[Tensor], count: int) -> Sequence[Tensor | None]:
+    """The gradients of each of the `count` components of `output` (*rows, count): (count, *leaf) for each leaf.
+
+    It is `torch.autograd.grad(is_grads_batched=True)` without the import of torch's symbolic shapes, and without batching rules that
+    torch itself calls slow: those raise RuntimeError.
+    """
+    unit = torch.eye(count, dtype=output.dtype, device=output.device)
+    seeds = unit.reshape(count, *[1] * (output.dim() - 1), count).expand(count, *output.shape)
+
+    def product(seed: Tensor) -> Any:
+        return _engine_run_backward((output,), (seed,), True, False, tuple(leaves), True, accumulate_grad=False)
+
+    with slow_rules(False):
+        made: Sequence[Tensor | None] = _vmap_internals._vmap(product, 0, 0, allow_none_pass_through=True)(seeds)
+    if any(gradient is not None and gradient.layout is not torch.strided for gradient in made):
+        raise RuntimeError("a sparse gradient")
+    return made
+
+
+def _weights(count: int, like: Tensor) -> Tensor:
+    """(count,) of the sort of `like`, in [1, 2), without a pattern that an error could share."""
+    places = torch.arange(1, count + 1, dtype=torch.float64, device=like.device)
+    return (1 + (places * 0.6180339887498949).frac()).to(like.dtype)
+
+
+def _agrees(product: Tensor, expected: Tensor, scale: Tensor) -> bool:
+    """Whether two ways to a product agree but for rounding, in sums of terms as large as `scale`. NaN agrees with nothing."""
+    exact = torch.finfo(scale.dtype).eps ** 0.5
+    return bool(((product - expected).abs() <= 2 * exact * scale).all())
 
 
 def _arranged(tensor: Tensor, order: Order, canonical: Order, leaves: Leaves, lead: int) -> Tensor:

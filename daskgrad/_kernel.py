@@ -276,6 +276,7 @@ class _Solver:
         job.report.output = tuple(value.shape[1:])
         job.report.shapes = {name: tuple(leaf.shape[1:]) for name, leaf in mode.named.items()}
         results = derived(value, extras, mode.named, _directions(job, tensors, len(rows)), job.wish, 1, uses)
+        paths.nbytes += sum(tensor.numel() * tensor.element_size() for tensor in results.values())  # a Jacobian may be most of it
         active = None if paths.active is None else torch.from_numpy(paths.active)
         return {key: _array(tensor if active is None else tensor[active]) for key, tensor in results.items()}, mode
 
