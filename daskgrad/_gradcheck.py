@@ -36,7 +36,7 @@ def gradcheck(
         A DataFrame with a line for each row and argument (for an array argument, the element that agrees least, `x[2]`): the row's
         label, `argument`, `analytic` (the engine asked for), `loop` (plain torch.autograd), `numeric`, `difference` (of analytic and
         numeric), and a `verdict`: "agrees", "differs", "kink" (the slopes to the left and to the right differ, and the gradient lies
-        between them), "not finite", "missing", or the exception. Nothing is raised for a row.
+        between them), "not finite", "missing", "complex: not checked by differences", or the exception. Nothing is raised for a row.
 
     The numeric slope is Richardson's extrapolation of central differences with the steps h and h/2, h = ε^(1/4)·max(1, |x|).
 
@@ -99,8 +99,10 @@ class _Check:
         failed = isinstance(problem, str) and "not finite" not in problem
         if failed or (np.ndim(analytic) == 0 and pd.isna(analytic) and not isinstance(problem, str)):
             return (str(name), np.nan, np.nan, np.nan, np.nan, problem.partition(":")[0] if failed else "missing")
-        slopes = self._slopes(row, name)  # (4, elements)
+        if np.iscomplexobj(analytic):
+            return (str(name), np.nan, np.nan, np.nan, np.nan, "complex: not checked by differences")
         ours, theirs = _flat(analytic), _flat(loop)
+        slopes = self._slopes(row, name)  # (4, elements)
         if slopes.shape[1] != len(ours):
             return (str(name), np.nan, np.nan, np.nan, np.nan, "the numeric slope could not be taken")
         gap = np.abs(ours - slopes[0])
@@ -108,15 +110,15 @@ class _Check:
         if not len(ours):
             return (str(name), np.nan, np.nan, np.nan, np.nan, "agrees")
         shown = str(name) if np.ndim(analytic) == 0 else f"{name}[{', '.join(map(str, np.unravel_index(worst, np.shape(analytic))))}]"
-        verdict = self._verdict(float(ours[worst]), float(theirs[worst]), slopes[:, worst])
+        verdict = self._verdict(float(ours[worst]), float(theirs[worst]), slopes[:, worst], _precision(analytic))
         return (shown, ours[worst], theirs[worst], slopes[0, worst], gap[worst], verdict)
 
-    def _verdict(self, ours: float, loop: float, slopes: NDArray[np.float64]) -> str:
+    def _verdict(self, ours: float, loop: float, slopes: NDArray[np.float64], precision: float) -> str:
         numeric, error, bend, bent = (float(slope) for slope in slopes)
         if not np.isfinite([ours, numeric]).all():
             return "not finite"
         scale = max(1.0, abs(ours), abs(numeric))
-        exact = self.eps**0.4 * scale
+        exact = max(self.eps, precision) ** 0.4 * scale
         if abs(bent) > 100 * exact and abs(bent) > 0.75 * abs(bend) and abs(ours - numeric) <= abs(bent):
             return "kink"
         well = abs(ours - loop) <= exact and abs(ours - numeric) <= exact + 4 * error
@@ -165,12 +167,23 @@ class _Check:
         if isinstance(points, pd.DataFrame):
             narrow = {label: "float64" for label, dtype in points.dtypes.items() if dtype in (np.float16, np.float32)}
             points = points.astype(narrow)
-        values = self._derivatives(points, {"value": ()})["value"]
+        wanted: dict[Hashable, Any] = {"value": ()}
+        if self.plan.form == "row":
+            wanted["slope"] = (name,)  # a function of whole rows must be told its arguments
+        values = self._derivatives(points, wanted)["value"]
+        if any(np.ndim(value) for value in values):
+            return np.full(len(cells), np.nan)
         return values.to_numpy(dtype="float64", na_value=np.nan)
 
 
 def _flat(cell: Any) -> NDArray[np.float64]:
     return np.asarray(cell, dtype=np.float64).reshape(-1)
+
+
+def _precision(cell: Any) -> float:
+    """The rounding of what came back, which may be coarser than that of the computation."""
+    dtype = np.asarray(cell).dtype
+    return float(np.finfo(dtype).eps) if dtype.kind == "f" else 0.0
 
 
 def _with(frame: pd.DataFrame, label: Any, column: pd.Series) -> pd.DataFrame:
