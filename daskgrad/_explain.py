@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 
 from . import _dask
@@ -175,8 +176,15 @@ def _seen(plan: Plan, part: pd.DataFrame | pd.Series, looked: str) -> list[tuple
     lines += _engine(plan, reports, result.reason)
     if result.failures:
         row, error = min(result.failures.items())
-        lines.append(("fails", f"{len(result.failures)} of the rows looked at; row {part.index[row]!r}: {type(error).__name__}: {error}"))
+        lines.append(
+            ("fails", f"{len(result.failures)} of the rows looked at; row {_label(part.index[row])!r}: {type(error).__name__}: {error}")
+        )
     return [("Runs", lines), ("Derivatives", _modes(plan, reports))]
+
+
+def _label(label: Any) -> Any:
+    """As Python writes it, not as NumPy does."""
+    return label.item() if isinstance(label, np.generic) else label
 
 
 def _dtype(reports: Sequence[Report], forced: bool) -> str:
@@ -208,6 +216,7 @@ def _engine(plan: Plan, reports: Sequence[Report], reason: str | None) -> list[t
         )
     if reason:
         lines.append(("slower", reason))
+    if looped and plan.options.engine != "loop":
         lines.append(("faster", "torch operations that vmap can batch, and torch.where instead of values that differ in every row"))
     return lines
 
