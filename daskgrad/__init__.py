@@ -1,5 +1,6 @@
 """Write a PyTorch function of one row; get its derivatives as columns of your dataframe, at any size."""
 
+from ._checkpoints import checkpoints as checkpoints
 from ._cluster import local_client as local_client
 from ._column import derivatives as derivatives
 from ._column import grad_column as grad_column
@@ -15,5 +16,9 @@ from ._errors import PlanError as PlanError
 from ._errors import RowError as RowError
 from ._explain import explain as explain
 from ._gradcheck import gradcheck as gradcheck
+from ._totals import clipped_sum as clipped_sum
+from ._totals import fisher_diagonal as fisher_diagonal
+from ._totals import mean_gradient as mean_gradient
+from ._totals import parameter_slices as parameter_slices
 
 __version__ = "0.1.0"

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from . import _captured, _dask, _options, _plan
-from ._derivative import Aux, Derivative, Norm, Problem, Project, parse
+from ._derivative import Aux, Derivative, Norm, Problem, Project, Total, parse
 from ._errors import PlanError
 from ._names import listing
 from ._plan import Plan, Source
@@ -73,7 +73,7 @@ def grad_column(
             f"wrt={wrt!r} is not possible, for a dict names no argument: wrt='x' gives a Series, wrt=['x', 'y'] a DataFrame, and "
             "dg.derivatives takes {name: derivative}"
         )
-    return _apply(data, plan_of(data, fn, wrt, inputs=inputs, shared=shared, **options))
+    return apply(data, plan_of(data, fn, wrt, inputs=inputs, shared=shared, **options))
 
 
 def derivatives(
@@ -111,7 +111,7 @@ def derivatives(
     """
     if not isinstance(wanted, Mapping) or not wanted:
         raise PlanError(f"derivatives needs {{name: derivative}} with at least one name; it got {wanted!r}")
-    return _apply(data, plan_of(data, fn, wanted, vector=vector, inputs=inputs, shared=shared, **options))
+    return apply(data, plan_of(data, fn, wanted, vector=vector, inputs=inputs, shared=shared, **options))
 
 
 def plan_of(
@@ -157,7 +157,7 @@ def _asked(wrt: Any) -> list[tuple[Hashable | None, Derivative]]:
     wishes = wrt if isinstance(wrt, list) else [] if wrt is None else [wrt]
     for wish in wishes:
         _check_hashable(wish, wrt)
-    return [(None, wish if isinstance(wish, Norm | Project | Aux | Problem) else (wish,)) for wish in wishes]
+    return [(None, wish if isinstance(wish, Norm | Project | Total | Aux | Problem) else (wish,)) for wish in wishes]
 
 
 def _check_hashable(wish: Any, wrt: Any) -> None:
@@ -170,7 +170,7 @@ def _check_hashable(wish: Any, wrt: Any) -> None:
         ) from None
 
 
-def _apply(data: Any, plan: Plan) -> Any:
+def apply(data: Any, plan: Plan) -> Any:
     """`plan` on its carrier: pandas at once, Dask lazily."""
     kind = _dask.kind(data)
     if kind is None:

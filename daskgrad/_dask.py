@@ -15,7 +15,7 @@ import pickle
 import sys
 import threading
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -146,6 +146,17 @@ def bag(data: Any, plan: Plan) -> Any:
     parts = [Delayed(key, layer, layer=name) for key in keys]
     with dask.config.set({"dataframe.convert-string": False}):  # array cells stay arrays
         return dd.from_delayed(parts, meta=plan.meta(plan.records([])), prefix=parcel.title, verify_meta=False)
+
+
+def summed(data: Any, plan: Plan, finish: Callable[..., Any], *details: Any) -> Any:
+    """`finish(sum over the partitions, *details)` as a Delayed: a tree of sums, eight at a time."""
+    from dask.delayed import delayed
+
+    parts = bag(data, plan) if kind(data) == "bag" else frame(data, plan, as_expression=False)
+    found = list(parts.to_delayed(optimize_graph=False))
+    while len(found) > 1:
+        found = [delayed(sum)(found[start : start + 8]) for start in range(0, len(found), 8)]
+    return delayed(finish)(found[0], *details)
 
 
 def peek(data: Any) -> list[Any] | None:

@@ -48,9 +48,10 @@ Order = tuple[Step, ...]
 
 @dataclass(frozen=True)
 class Norm:
-    """The Euclidean norm of one or several derivatives together."""
+    """The Euclidean norm of one or several derivatives together; `per_layer`: one norm for each layer of a shared module."""
 
     of: tuple[Order, ...]
+    per_layer: bool = False
 
     def __str__(self) -> str:
         return f"norm({', '.join(map(spelled, self.of))})"
@@ -66,6 +67,18 @@ class Project:
 
     def __str__(self) -> str:
         return f"project({', '.join(map(spelled, self.of))})"
+
+
+@dataclass(frozen=True)
+class Total:
+    """The sum over all rows of the gradient by shared parameters: as it is, of its squares, or of it clipped to a norm."""
+
+    wrt: Hashable
+    squares: bool = False
+    clip: float | None = None
+
+    def __str__(self) -> str:
+        return f"total({self.wrt})"
 
 
 @dataclass(frozen=True)
@@ -88,19 +101,20 @@ class Problem:
 
 
 Reduction = Norm | Project
-Derivative = Order | Reduction | Aux | Problem
+Derivative = Order | Reduction | Total | Aux | Problem
 
 problem = Problem()
 """Asks `derivatives` for a text column: the exception of a row that failed, *gradient not finite while the value is*,
 or *value not finite*; missing where all is well. Asking for it implies `on_error="null"`."""
 
 
-def norm(wrt: Any) -> Norm:
+def norm(wrt: Any, *, per_layer: bool = False) -> Norm:
     """The Euclidean norm of the gradient by `wrt`, one number per row: sqrt(Σ gᵢ²).
 
     Args:
         wrt: an argument, a list of them (the joint norm), or a tuple: a higher order (the Frobenius norm of a Hessian). Of a shared
             module: `"model"`, a part of it (`"model.head"`), or a glob; the gradient by its parameters is then never formed.
+        per_layer: of a shared module: a column for each of its layers, named after it.
 
     Example:
         >>> import pandas as pd, daskgrad as dg
@@ -108,7 +122,7 @@ def norm(wrt: Any) -> Norm:
         >>> dg.grad_column(df, lambda x, y: (x**2 + y**2) / 2, wrt=dg.norm(["x", "y"])).tolist()
         [5.0]
     """
-    return Norm(_orders(wrt, "norm"))
+    return Norm(_orders(wrt, "norm"), per_layer)
 
 
 def dot(wrt: Hashable, vector: Any) -> Dot:
@@ -194,6 +208,8 @@ def orders_of(derivative: Derivative) -> tuple[Order, ...]:
     """The derivatives to compute for `derivative`."""
     if isinstance(derivative, Norm | Project):
         return derivative.of
+    if isinstance(derivative, Total):
+        return ((derivative.wrt,),)
     return () if isinstance(derivative, Aux | Problem) else (derivative,)
 
 

@@ -13,7 +13,7 @@ import pandas as pd
 from . import _dask
 from ._cells import StaticKind
 from ._column import plan_of
-from ._derivative import Aux, Derivative, Dot, Norm, Problem, Project, spelled
+from ._derivative import Aux, Derivative, Dot, Norm, Order, Problem, Project, Total, arguments_of, spelled
 from ._errors import DaskgradError
 from ._names import function_name
 from ._plan import Input, Plan
@@ -153,7 +153,7 @@ def _meaning(derivative: Derivative) -> str:
         return "what is wrong with the row"
     if isinstance(derivative, Aux):
         return f"the further output {derivative.name!r}"
-    if isinstance(derivative, Norm | Project):
+    if isinstance(derivative, Norm | Project | Total):
         return f"{derivative}, a reduction of the gradient"
     return f"d/d{spelled(derivative)}" if derivative else "the value"
 
@@ -222,7 +222,7 @@ def _engine(plan: Plan, reports: Sequence[Report], reason: str | None) -> list[t
 
 
 def _modes(plan: Plan, reports: Sequence[Report]) -> list[tuple[str, str]]:
-    report = next((r for r in reports if r.shapes or not plan.named), None)
+    report = next((r for r in reports if r.batched or r.looped), None)
     if report is None:
         return [("unknown", "no row came through")]
     sizes = {name: _size(report.shapes.get(name, ())) for name in plan.named}
@@ -230,8 +230,18 @@ def _modes(plan: Plan, reports: Sequence[Report]) -> list[tuple[str, str]]:
     lines = []
     for derivative in plan.derivatives:
         orders = derivative.of if isinstance(derivative, Norm | Project) else (derivative,) if isinstance(derivative, tuple) else ()
-        lines += [(spelled(order) if order else "value", _mode(order, sizes, out)) for order in orders]
+        lines += [(spelled(order) if order else "value", _mode(order, sizes, out)) for order in orders if not _of_shared(plan, order)]
+        lines += [(spelled(order), _by_parameters(report)) for order in orders if _of_shared(plan, order)]
     return list(dict.fromkeys(lines))
+
+
+def _of_shared(plan: Plan, order: Order) -> bool:
+    return any(name in plan.parameters for name in arguments_of(order))
+
+
+def _by_parameters(report: Report) -> str:
+    how = "from the inputs and output gradients of the layers, never formed"
+    return f"{how}; but formed for each row, having no rule: {', '.join(report.own[:6])}" if report.own else how
 
 
 def _mode(order: tuple[Any, ...], sizes: Mapping[Any, int], out: int) -> str:

@@ -98,7 +98,7 @@ class _Check:
     def _line(self, row: int, name: Hashable, analytic: Any, loop: Any, problem: Any) -> tuple[Any, ...]:
         failed = isinstance(problem, str) and "not finite" not in problem
         if failed or (np.ndim(analytic) == 0 and pd.isna(analytic) and not isinstance(problem, str)):
-            return (str(name), np.nan, np.nan, np.nan, np.nan, problem.partition(":")[0] if failed else "missing")
+            return (str(name), np.nan, np.nan, np.nan, np.nan, problem[:60] if failed else "missing")
         if np.iscomplexobj(analytic):
             return (str(name), np.nan, np.nan, np.nan, np.nan, "complex: not checked by differences")
         ours, theirs = _flat(analytic), _flat(loop)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import _anomaly, _scripted
 from ._ambient import checkpoint, slow_rules
-from ._derivative import Derivative, Dot
+from ._derivative import Derivative, Dot, Total
 from ._errors import GraphError, PlanError
 from ._mode import RowMode
 from ._options import Options
@@ -99,6 +99,7 @@ class Report:
         output: the shape of what `fn` returns.
         dtype: torch's default dtype inside.
         shapes: the shapes of the differentiated arguments.
+        own: the shared parameters whose gradients are formed, being used without a rule.
     """
 
     batched: int = 0
@@ -109,6 +110,7 @@ class Report:
     output: tuple[int, ...] = ()
     dtype: str = ""
     shapes: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
+    own: list[str] = field(default_factory=list)
 
 
 def solve(job: Job, sink: Sink) -> None:
@@ -218,6 +220,7 @@ class _Solver:
             return
         if isinstance(signal, OwnParameters):
             self.own |= set(signal.names)
+            self.job.report.own = sorted(self.own)
             self._push(answers, paths.rows)
             return
         if isinstance(signal, Regroup) and self._diverged_at_random(state, paths):
@@ -275,10 +278,11 @@ class _Solver:
             value, *extras = torch.vmap(one_row, randomness=job.options.randomness)(anchor, *tensors.values())
         job.report.output = tuple(value.shape[1:])
         job.report.shapes = {name: tuple(leaf.shape[1:]) for name, leaf in mode.named.items()}
-        results = derived(value, extras, mode.named, _directions(job, tensors, len(rows)), job.wish, 1, uses)
-        paths.nbytes += sum(tensor.numel() * tensor.element_size() for tensor in results.values())  # a Jacobian may be most of it
         active = None if paths.active is None else torch.from_numpy(paths.active)
-        return {key: _array(tensor if active is None else tensor[active]) for key, tensor in results.items()}, mode
+        results = derived(value, extras, mode.named, _directions(job, tensors, len(rows)), job.wish, 1, uses, active)
+        paths.nbytes += sum(tensor.numel() * tensor.element_size() for tensor in results.values())  # a Jacobian may be most of it
+        whole = active is None or isinstance(next(iter(results), None), Total)
+        return {key: _array(tensor if whole else tensor[active]) for key, tensor in results.items()}, mode
 
     # --- what a batch cannot do
 

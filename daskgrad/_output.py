@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import _parameters, _reduce
 from ._autograd import derive, reaches
-from ._derivative import Aux, Derivative, Dot, Norm, Order, Project, orders_of
+from ._derivative import Aux, Derivative, Dot, Norm, Order, Project, Total, orders_of
 from ._errors import GraphError
 from ._parameters import Uses
 
@@ -104,8 +104,9 @@ def derived(
     wish: Wish,
     lead: int,
     uses: Uses | None = None,
+    active: Tensor | None = None,
 ) -> dict[Derivative, Tensor]:
-    """What is wanted, from the value (*rows, *out).
+    """What is wanted, from the value (*rows, *out). `active`: the rows (indices) that count in sums over rows.
 
     Raises:
         GraphError: no argument named in the call reaches the value.
@@ -126,7 +127,7 @@ def derived(
     like = source if lead else source[None]
     for derivative in wish.derivatives:
         if any(wish.of_parameters(order) for order in orders_of(derivative)):
-            result = _by_parameters(derivative, parts, orders, wish, like, lead)
+            result = _by_parameters(derivative, parts, orders, wish, like, lead, active)
             found[derivative] = result if lead else result[0]
         elif isinstance(derivative, Norm):
             found[derivative] = _reduce.norm([orders[order] for order in derivative.of], lead)
@@ -157,7 +158,15 @@ def _of_parameters(value: Tensor, uses: Uses, lead: int) -> tuple[dict[str, list
     return uses.parts(gradients), reached
 
 
-def _by_parameters(derivative: Derivative, parts: Any, orders: Mapping[Order, Tensor], wish: Wish, like: Tensor, lead: int) -> Tensor:
+def _by_parameters(
+    derivative: Derivative,
+    parts: Any,
+    orders: Mapping[Order, Tensor],
+    wish: Wish,
+    like: Tensor,
+    lead: int,
+    active: Tensor | None,
+) -> Tensor:
     """A derivative by shared parameters, with the rows in front: (rows,), or (rows, elements)."""
     like = like.detach()
     if isinstance(derivative, Norm):
@@ -168,6 +177,10 @@ def _by_parameters(derivative: Derivative, parts: Any, orders: Mapping[Order, Te
                 total = total + _reduce.norm([orders[order]], lead).square()
         return total.sqrt()
     (order,) = orders_of(derivative)
+    if isinstance(derivative, Total):
+        weights = torch.ones_like(like) if active is None else torch.zeros_like(like).index_fill(0, active, 1.0)
+        meant = wish.of_parameters(order)
+        return _parameters.total(parts, wish.targets, meant, weights, squares=derivative.squares, clip=derivative.clip)
     if isinstance(derivative, Project):
         return _parameters.projected(parts, wish.targets, wish.of_parameters(order), derivative.k, derivative.seed, like)
     step = order[0]

@@ -72,8 +72,17 @@ class Outer:
         return _squared(self.formed())
 
     def along(self, vector: Tensor) -> Tensor:
-        matrix = vector.reshape(self.b.shape[2], self.a.shape[2])
+        matrix = vector.to(self.b.dtype).reshape(self.b.shape[2], self.a.shape[2])
         return (self.b * (self.a @ matrix.mT)).sum((1, 2))
+
+    def total(self, weights: Tensor) -> Tensor:
+        weighted = (self.b * weights.to(self.b.dtype).reshape(-1, 1, 1)).reshape(-1, self.b.shape[2])
+        return (weighted.mT @ self.a.reshape(-1, self.a.shape[2])).reshape(self.shape)
+
+    def total_squares(self, weights: Tensor) -> Tensor:
+        if self.a.shape[1] > 1:
+            return Formed(self.formed()).total_squares(weights)
+        return Outer(self.a.square(), self.b.square(), self.shape).total(weights)
 
 
 @dataclass
@@ -93,7 +102,14 @@ class Rows:
         return torch.where(same, self.b @ self.b.mT, 0.0).sum((1, 2)).clamp(min=0)
 
     def along(self, vector: Tensor) -> Tensor:
-        return (self.b * vector.reshape(self.shape)[self.index]).sum((1, 2))
+        return (self.b * vector.to(self.b.dtype).reshape(self.shape)[self.index]).sum((1, 2))
+
+    def total(self, weights: Tensor) -> Tensor:
+        weighted = (self.b * weights.to(self.b.dtype).reshape(-1, 1, 1)).reshape(-1, self.b.shape[2])
+        return self.b.new_zeros(self.shape).index_add(0, self.index.reshape(-1), weighted)
+
+    def total_squares(self, weights: Tensor) -> Tensor:
+        return Formed(self.formed()).total_squares(weights)
 
 
 @dataclass
@@ -109,7 +125,14 @@ class Formed:
         return _squared(self.gradient)
 
     def along(self, vector: Tensor) -> Tensor:
-        return (self.gradient * vector.reshape(self.gradient.shape[1:])).reshape(len(self.gradient), -1).sum(1)
+        return (self.gradient * vector.to(self.gradient.dtype).reshape(self.gradient.shape[1:])).reshape(len(self.gradient), -1).sum(1)
+
+    def total(self, weights: Tensor) -> Tensor:
+        summed: Tensor = torch.tensordot(weights.to(self.gradient.dtype), self.gradient, 1)
+        return summed
+
+    def total_squares(self, weights: Tensor) -> Tensor:
+        return Formed(self.gradient.square()).total(weights)
 
 
 Part = Outer | Rows | Formed
@@ -391,3 +414,23 @@ def flattened(parts: Mapping[str, list[Part]], targets: Mapping[str, Tensor], na
     rows = len(like)
     flat = [parts[name][0].formed().reshape(rows, -1) if parts[name] else like.new_zeros((rows, targets[name].numel())) for name in names]
     return torch.cat(flat, dim=1)
+
+
+def total(
+    parts: Mapping[str, list[Part]],
+    targets: Mapping[str, Tensor],
+    names: Sequence[str],
+    weights: Tensor,
+    *,
+    squares: bool,
+    clip: float | None,
+) -> Tensor:
+    """(1, parameters) the sum over the rows of their gradients times `weights` (rows,), flattened one after the other."""
+    if clip is not None:
+        lengths = squared_norm(parts, names, weights).sqrt()
+        weights = weights * torch.clamp(clip / lengths.clamp(min=torch.finfo(lengths.dtype).tiny), max=1.0)
+    flat = []
+    for name in names:
+        sums = [part.total_squares(weights) if squares else part.total(weights) for part in parts[name]]
+        flat.append(sums[0].reshape(-1) if sums else weights.new_zeros(targets[name].numel()))
+    return torch.cat(flat)[None]

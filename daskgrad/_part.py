@@ -18,7 +18,7 @@ from torch import Tensor
 from . import _kernel
 from ._ambient import neutral
 from ._cells import ArrayKind, StaticKind
-from ._derivative import Dot, directions_of
+from ._derivative import Dot, Total, directions_of
 from ._errors import PlanError
 from ._mode import RowMode
 from ._names import function_name
@@ -26,7 +26,7 @@ from ._output import Wish
 from ._paths import Rows
 from ._plan import Plan, directions_by_path
 from ._records import ABSENT, DEFAULT
-from ._result import Result
+from ._result import Result, Sums
 from ._row import RowView, complete
 from ._shared import Shared
 from ._table import Cast, Group, Table, as_slice, dtypes_of, kind_of
@@ -39,12 +39,15 @@ def run(plan: Plan, part: pd.DataFrame | pd.Series, partition: int | None) -> pd
 
 def solve(plan: Plan, part: pd.DataFrame | pd.Series, partition: int | None) -> Result:
     """The result of one part before it is made into columns, with the rows that failed."""
-    result = Result(plan, part, partition)
+    summed = any(isinstance(derivative, Total) for derivative in plan.asked)
+    result = Sums(plan, part, partition) if summed else Result(plan, part, partition)
     if len(part):
         table = Table(plan, part)
         device = _device(plan)
+        states: list[int | None] = [None] if plan.checkpoints is None else list(range(len(plan.checkpoints[1])))
         for group in table.groups():
-            _solve(plan, table, group, device, result)
+            for result.checkpoint in states:
+                _solve(plan, table, group, device, result)
     return result
 
 
@@ -58,7 +61,7 @@ def _solve(plan: Plan, table: Table, group: Group, device: torch.device, result:
     for name in plan.named:
         if isinstance(kind := kinds.get(name), StaticKind):
             raise PlanError(_static_refused(plan, name, kind.value))
-    shared = Shared.of(plan, device)
+    shared = Shared(plan, device, result.checkpoint)
     cast = Cast(plan, shared.dtype, list(kinds.values()) if kinds else [kind_of(t) for t in dtypes_of(table.part)])
     random = plan.options.randomness != "error"
     job = _kernel.Job(

@@ -16,7 +16,8 @@ import numpy as np
 import pandas as pd
 
 from . import _cells, _columns
-from ._derivative import Aux, Derivative, Dot, Problem, Project, arguments_of, directions_of, orders_of, spelled
+from ._checkpoints import Checkpoints, State
+from ._derivative import Aux, Derivative, Dot, Norm, Problem, Project, Total, arguments_of, directions_of, orders_of, spelled
 from ._errors import PlanError
 from ._names import function_name, listing, nearest
 from ._options import Options
@@ -53,12 +54,13 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """One column of the result: its label and dtype, and which part of which derivative it holds."""
+    """One column of the result: its label and dtype, and which part of which derivative it holds, in which state of a shared module."""
 
     label: Hashable
     derivative: Derivative
     dtype: Any
     component: int | None = None
+    checkpoint: int | None = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ class Plan:
         named: the arguments named anywhere in the call, also in columns that Dask has dropped since.
         parameters: which shared parameters each wish of the call means, by path.
         asked: the derivatives named anywhere in the call, likewise.
+        checkpoints: the states of the shared module that comes in several, with its name.
         single: the result is a Series.
         output: what `fn` returns. "number" (a gradient is asked for), "vector" (Jacobians, in object columns), or "any": numbers
             are expected, but where the result is made at once it may turn out to be vectors.
@@ -124,6 +127,7 @@ class Plan:
     named: tuple[Hashable, ...]
     parameters: Mapping[Hashable, tuple[str, ...]]
     asked: tuple[Derivative, ...]
+    checkpoints: tuple[str, tuple[State, ...]] | None
     single: bool
     output: Literal["number", "vector", "any"]
     bag: bool
@@ -226,7 +230,9 @@ def make(
         raise PlanError(f"the row function is a {type(fn).__name__}, {fn!r}: pass a function of one row")
     signature = signature_of(fn)
     inputs, shared = _mapping("inputs", inputs), _mapping("shared", shared)
+    checkpoints = _checkpoints(shared)
     _check_names(fn, signature, inputs, shared)
+    per_layer = any(isinstance(derivative, Norm) and derivative.per_layer for _, derivative in asked)
     names = list(dict.fromkeys(name for _, derivative in asked for name in arguments_of(derivative)))
     form, bound = _bind(source, fn, signature, inputs, shared, names)
     if source.kind == "bag":
@@ -235,7 +241,7 @@ def make(
         source = replace(source, empty=empty_of(source.records or [], bound))
     if not bound:
         raise PlanError(f"no column feeds an argument of {function_name(fn)}, so there is nothing to differentiate by")
-    asked = asked or [(None, (bound[0].name,))]
+    asked = _by_layer(asked, shared) or [(None, (bound[0].name,))]
     directions = _directions(source, [derivative for _, derivative in asked])
     parameters = _parameter_wishes(fn, [derivative for _, derivative in asked], shared)
     named = tuple(name for name in dict.fromkeys(n for _, d in asked for n in arguments_of(d)) if name not in parameters)
@@ -250,6 +256,10 @@ def make(
     outputs = _outputs(source, asked, by_name, bound, parameters)
     if output == "vector":
         outputs = tuple(replace(o, dtype=np.dtype(object)) if isinstance(o.derivative, tuple) else o for o in outputs)
+    if checkpoints is not None:
+        outputs = tuple(
+            replace(output, label=f"{output.label}[{k}]", checkpoint=k) for output in outputs for k in range(len(checkpoints[1]))
+        )
     from . import __version__
 
     return Plan(
@@ -262,7 +272,8 @@ def make(
         named=named,
         parameters=parameters,
         asked=tuple(dict.fromkeys(derivative for _, derivative in asked)),
-        single=single and len(outputs) == 1,
+        checkpoints=checkpoints,
+        single=single and len(outputs) == 1 and checkpoints is None and not per_layer,
         output=output,
         bag=source.kind == "bag",
         options=options,
@@ -462,10 +473,10 @@ def _check_differentiable(
         )
     if name not in by_name:
         fed = [argument.name for argument in by_name.values() if name in argument.columns]
-        hint = f" The column {name!r} feeds the argument {fed[0]!r}: ask for that." if fed else nearest(name, by_name)
+        hint = f" The column {name!r} feeds the argument {fed[0]!r}: ask for that." if fed else nearest(name, [*by_name, *shared])
         raise PlanError(
             f"the derivative by {name!r} is asked for, but no column feeds an argument of that name in {function_name(fn)}. "
-            f"Possible: {listing(by_name)}.{hint}"
+            f"Possible: {listing([*by_name, *shared])}.{hint}"
         )
     for column in by_name[name].columns:
         dtype = _dtype(source, column)
@@ -577,7 +588,7 @@ def _spelled(derivative: Derivative) -> str:
 
 def _number(source: Source, derivative: Derivative, bound: tuple[Input, ...]) -> Any:
     """The dtype of a derivative by shared parameters: an array of all of them, or a number of the floating dtype of what is read."""
-    formed = isinstance(derivative, Project) or (isinstance(derivative, tuple) and not isinstance(derivative[0], Dot))
+    formed = isinstance(derivative, Project | Total) or (isinstance(derivative, tuple) and not isinstance(derivative[0], Dot))
     if formed:
         return np.dtype(object)
     dtypes = [_gradient_dtype(source, c) for a in bound for c in a.columns if _differentiable(source, c)]
@@ -606,6 +617,35 @@ def _parameter_wishes(fn: Callable[..., Any], derivatives: Sequence[Derivative],
             )
     for derivative in derivatives:
         _check_parameter_order(derivative, found, there)
+    return found
+
+
+def _checkpoints(shared: dict[str, Any]) -> tuple[str, tuple[State, ...]] | None:
+    """The module that comes in several states, and those; `shared` then holds the module itself."""
+    several = [name for name, value in shared.items() if isinstance(value, Checkpoints)]
+    if len(several) > 1:
+        raise PlanError(f"{listing(several)} are shared in several states each: one of them is possible")
+    for name in several:
+        found = shared[name]
+        shared[name] = found.module
+        return name, found.states
+    return None
+
+
+def _by_layer(asked: list[tuple[Hashable | None, Derivative]], shared: dict[str, Any]) -> list[tuple[Hashable | None, Derivative]]:
+    """`asked`, with a norm for each layer of a shared module where that is asked for."""
+    found: list[tuple[Hashable | None, Derivative]] = []
+    for label, derivative in asked:
+        if not (isinstance(derivative, Norm) and derivative.per_layer):
+            found.append((label, derivative))
+            continue
+        from ._parameters import matching, parameters_of
+
+        paths = [path for name in arguments_of(derivative) for path in matching(str(name), list(parameters_of(shared)))]
+        layers = list(dict.fromkeys(path.rpartition(".")[0] or path for path in paths))
+        if not layers:
+            raise PlanError(f"{derivative} per layer is of shared modules, and there is none of that name. Shared: {listing(shared)}.")
+        found += [(None if label is None else f"{label}.{layer}", Norm(((layer,),))) for layer in layers]
     return found
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ._captured import modules
 from ._columns import ColumnBuilder
-from ._derivative import Aux, Derivative, Problem, arguments_of
+from ._derivative import Aux, Derivative, Problem, Total, arguments_of
 from ._errors import DaskgradError, GraphError, PlanError, RowError
 from ._names import function_name, said
 from ._paths import Rows
@@ -32,6 +32,7 @@ class Result:
     failures: dict[int, Exception] = field(default_factory=dict)
     first: int | None = None
     reason: str | None = None
+    checkpoint: int | None = None
     reports: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -39,7 +40,7 @@ class Result:
         self._columns = {
             output: ColumnBuilder(output.dtype, index, output.label)
             for output in self.plan.outputs
-            if not isinstance(output.derivative, Problem)
+            if not isinstance(output.derivative, Problem | Total)
         }
         self._filled: set[Output] = set()
         self._anomalies: dict[int, str] = {}
@@ -67,7 +68,7 @@ class Result:
     def put(self, derivative: Derivative, rows: Rows, values: NDArray[Any]) -> None:
         places = as_slice(rows)
         for output in self._columns:
-            if output.derivative == derivative:
+            if output.derivative == derivative and output.checkpoint == self.checkpoint:
                 self._put(output, places, values if output.component is None else values[:, output.component])
         if (self._problem or self._watched) and not isinstance(derivative, Aux):
             self._finite[derivative != ()][places] &= np.isfinite(values.reshape(len(values), -1)).all(axis=1)
@@ -182,6 +183,26 @@ def _gap_hint(values: dict[str, Any]) -> str:
 
 def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
+
+
+class Sums(Result):
+    """The sum over a part's rows, and how many there were: one array, the count in front."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.total: Any = 0.0
+        self.count = 0
+
+    def put(self, derivative: Derivative, rows: Rows, values: NDArray[Any]) -> None:
+        self.total = self.total + values.astype(np.float64).sum(axis=0)
+        self.count += len(rows)
+
+    def finish(self) -> pd.Series:
+        if self.first is not None and not self.null:
+            raise self._error(self.first)
+        cell = np.empty(1, dtype=object)
+        cell[0] = np.concatenate([[self.count], np.atleast_1d(self.total)])
+        return pd.Series(cell, name=self.plan.outputs[0].label)
 
 
 def dtype_hint(plan: Plan, part: pd.DataFrame | pd.Series) -> str:

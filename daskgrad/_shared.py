@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ._checkpoints import in_state
 from ._mode import RowMode
 from ._parameters import parameters_of
 from ._plan import Plan
@@ -27,8 +28,12 @@ class Shared:
         dtype: the floating dtype of the modules among them (and of the row function, if it is one), None without any.
     """
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
-        self.values = {name: _ready(value, device) for name, value in plan.shared.items()}
+    def __init__(self, plan: Plan, device: torch.device, checkpoint: int | None = None) -> None:
+        given = dict(plan.shared)
+        if plan.checkpoints is not None and checkpoint is not None:
+            name, states = plan.checkpoints
+            given[name] = in_state(given[name], states[checkpoint])
+        self.values = {name: _ready(value, device) for name, value in given.items()}
         self.dtype = module_dtype([*plan.shared.values(), plan.fn])
         everything = parameters_of(self.values)
         self.targets = {path: everything[path] for wish in plan.parameters.values() for path in wish}
@@ -37,10 +42,6 @@ class Shared:
             for name, value in self.values.items()
             if isinstance(value, Tensor) and value.numel() * value.element_size() <= SMALL and name not in self.targets
         ]
-
-    @staticmethod
-    def of(plan: Plan, device: torch.device) -> Shared:
-        return Shared(plan, device)
 
     def for_call(self, mode: RowMode) -> Mapping[str, Any]:
         """The values for one call of the row function."""

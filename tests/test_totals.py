@@ -1,0 +1,182 @@
+"""Sums over rows of gradients by shared parameters, several checkpoints in one pass, a norm for each layer, slices of a flat gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dask
+import dask.bag as db
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from compare import object_series
+from torch import Tensor, nn
+
+import daskgrad as dg
+
+
+class Reader(nn.Module):
+    """An embedding that is tied to the output, a layer that is used twice, a norm: every kind of part there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 4, padding_idx=0)
+        self.mix = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+        self.out = nn.Linear(4, 6, bias=False)
+        self.out.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        inner = self.mix(torch.tanh(self.mix(self.table(tokens))))
+        scores: Tensor = self.out(self.norm(inner))
+        return scores
+
+
+def net() -> Reader:
+    torch.manual_seed(0)
+    return Reader().double()
+
+
+def frame(rows: int = 37) -> pd.DataFrame:
+    rng = np.random.default_rng(1)
+    tokens = [rng.integers(0, 6, size=length) for length in rng.integers(1, 5, size=rows)]
+    return pd.DataFrame({"tokens": object_series(tokens).array, "weight": rng.normal(size=rows)})
+
+
+def loss(model: Any, tokens: Tensor, weight: Tensor) -> Tensor:
+    value = (torch.logsumexp(model(tokens), -1) ** 2).sum() * weight
+    return value if weight > 0 else 2 * value.abs()
+
+
+def by_hand(model: nn.Module, table: pd.DataFrame) -> dict[str, np.ndarray[Any, Any]]:
+    """(rows, *shape) for each parameter: plain autograd through the module itself, one row after the other."""
+    names = [name for name, _ in model.named_parameters()]
+    rows = []
+    for tokens, weight in zip(table["tokens"], table["weight"], strict=True):
+        value = loss(model, torch.from_numpy(tokens), torch.tensor(weight, dtype=torch.float64))
+        rows.append(torch.autograd.grad(value, list(model.parameters())))
+    return {f"model.{name}": np.stack([row[k].numpy() for row in rows]) for k, name in enumerate(names)}
+
+
+def lengths(gradients: dict[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    flat = np.concatenate([g.reshape(len(g), -1) for g in gradients.values()], axis=1)
+    found: np.ndarray[Any, Any] = np.linalg.norm(flat, axis=1)
+    return found
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_allclose(found[name], array, rtol=1e-10, atol=1e-12, err_msg=name)
+
+
+CARRIERS = ["pandas", "dask", "threads", "bag"]
+
+
+def carried(carrier: str, table: pd.DataFrame, verb: Any) -> Any:
+    if carrier == "pandas":
+        return verb(table)
+    if carrier == "bag":
+        return verb(db.from_sequence(table.to_dict("records"), npartitions=3)).compute(scheduler="synchronous")
+    with dask.config.set({"dataframe.convert-string": False}):
+        return verb(dd.from_pandas(table, npartitions=11)).compute(scheduler="threads" if carrier == "threads" else "synchronous")
+
+
+@pytest.mark.parametrize("engine", ["auto", "loop"])
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_sums_equal_those_of_the_formed_gradients(carrier: str, engine: str) -> None:
+    model, table = net(), frame()
+    rows = by_hand(model, table)
+    call = {"shared": {"model": model}, "engine": engine}
+    mean = carried(carrier, table, lambda data: dg.mean_gradient(data, loss, "model", **call))
+    assert_equal(mean, {name: g.mean(0) for name, g in rows.items()})
+    fisher = carried(carrier, table, lambda data: dg.fisher_diagonal(data, loss, "model", **call))
+    assert_equal(fisher, {name: (g**2).mean(0) for name, g in rows.items()})
+    scale = np.minimum(1, 0.7 / lengths(rows))
+    assert 0 < (scale < 1).sum() < len(table), "some rows are clipped and some are not"
+    clipped = carried(carrier, table, lambda data: dg.clipped_sum(data, loss, "model", 0.7, **call))
+    assert_equal(clipped, {name: np.tensordot(scale, g, 1) for name, g in rows.items()})
+
+
+def test_missing_and_failed_rows_do_not_count() -> None:
+    table = pd.DataFrame({"x": pd.array([1.0, None, 3.0], dtype="Float64")})
+    assert dg.mean_gradient(table, lambda w, x: w * x, "w", shared={"w": torch.tensor(1.0)})["w"] == 2.0
+
+    def picky(w: Tensor, x: Tensor) -> Tensor:
+        if x > 2:
+            raise ValueError("too much")
+        return w * x
+
+    with pytest.raises(dg.RowError, match="too much"):
+        dg.mean_gradient(table, picky, "w", shared={"w": torch.tensor(1.0)})
+    assert dg.mean_gradient(table, picky, "w", shared={"w": torch.tensor(1.0)}, on_error="null")["w"] == 1.0
+
+
+def test_no_rows_have_no_mean_and_an_empty_sum() -> None:
+    table = frame().iloc[:0]
+    assert np.isnan(dg.mean_gradient(table, loss, "model", shared={"model": net()})["model.mix.bias"]).all()
+    assert (dg.clipped_sum(table, loss, "model", 1.0, shared={"model": net()})["model.mix.bias"] == 0).all()
+
+
+def test_sums_are_lazy_and_refuse_what_is_no_parameter() -> None:
+    calls: list[int] = []
+
+    def seen(w: Tensor, x: Tensor) -> Tensor:
+        calls.append(1)
+        return w * x
+
+    table = pd.DataFrame({"x": [1.0, 2.0]})
+    lazy = dg.mean_gradient(dd.from_pandas(table, npartitions=2), seen, "w", shared={"w": torch.tensor(1.0)})
+    assert not calls
+    assert lazy.compute(scheduler="synchronous")["w"] == 1.5
+    with pytest.raises(dg.PlanError, match="no shared argument"):
+        dg.mean_gradient(table, seen, "x", shared={"w": torch.tensor(1.0)})
+    with pytest.raises(dg.PlanError, match="max_norm"):
+        dg.clipped_sum(table, seen, "w", 0, shared={"w": torch.tensor(1.0)})
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_checkpoints_give_a_column_each(carrier: str) -> None:
+    model, table = net(), frame()
+    states = [{name: tensor * factor for name, tensor in model.state_dict().items()} for factor in (1.0, 0.5, 2.0)]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    shared = {"model": dg.checkpoints(model, states)}
+    found = carried(carrier, table, lambda data: dg.derivatives(data, loss, {"n": dg.norm("model"), "v": ()}, shared=shared))
+    assert list(found.columns) == ["n[0]", "n[1]", "n[2]", "v[0]", "v[1]", "v[2]"]
+    for k, state in enumerate(states):
+        one = net()
+        one.load_state_dict(state)
+        np.testing.assert_allclose(found[f"n[{k}]"], lengths(by_hand(one, table)), rtol=1e-10)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_state_that_does_not_fit_is_refused() -> None:
+    state = net().state_dict()
+    with pytest.raises(dg.PlanError, match=r"state 1 does not fit.*mix\.bias"):
+        dg.checkpoints(net(), [state, {**state, "mix.bias": torch.zeros(9)}])
+    with pytest.raises(dg.PlanError, match="at least one"):
+        dg.checkpoints(net(), [])
+
+
+def test_a_norm_for_each_layer() -> None:
+    model, table = net(), frame()
+    rows = by_hand(model, table)
+    found = dg.grad_column(table, loss, wrt=dg.norm("model", per_layer=True), shared={"model": model})
+    assert list(found.columns) == ["norm(model.table)", "norm(model.mix)", "norm(model.norm)"]
+    for layer in ("table", "mix", "norm"):
+        own = {name: g for name, g in rows.items() if name.startswith(f"model.{layer}.")}
+        np.testing.assert_allclose(found[f"norm(model.{layer})"], lengths(own), rtol=1e-10)
+
+
+def test_slices_say_which_parameter_is_where() -> None:
+    model, table = net(), frame()
+    rows = by_hand(model, table)
+    flat = np.stack(dg.grad_column(table, loss, wrt="model", shared={"model": model}))
+    slices = dg.parameter_slices({"model": model}, "model")
+    assert list(slices) == list(rows)
+    for name, place in slices.items():
+        np.testing.assert_allclose(flat[:, place], rows[name].reshape(len(table), -1), rtol=1e-10, atol=1e-12)
+    with pytest.raises(dg.PlanError, match="Did you mean"):
+        dg.parameter_slices({"model": model}, "model.mux")
