@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from . import _parameters, _recurrent
@@ -68,6 +70,9 @@ class RowMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:
+            with self:
+                return _opened_attention(*args, **kwargs)
         if self.uses is not None and (names := self.uses.named_in([args, kwargs])):
             return self._with_parameters(func, args, kwargs, names)
         return self._call(func, args, kwargs)
@@ -122,7 +127,8 @@ class RowMode(TorchFunctionMode):
         self.leaves.append(bottom)
         rows = self.of_rows(given)
         rows = given.expand(len(self.paths.rows), *given.shape) if rows is None else rows
-        self.uses.calls.append(_parameters.Call(rows.detach(), bottom, _functorch.maybe_get_bdim(output), makes))
+        axis = _functorch.maybe_get_bdim(output)
+        self.uses.calls.append(_parameters.Call(rows.detach(), bottom, axis, makes, rows._version))
         return output.clone()
 
     def _own_copy(self, name: str) -> Tensor:
@@ -131,8 +137,8 @@ class RowMode(TorchFunctionMode):
         if name not in self.uses.leaves:
             target = self.uses.targets[name].detach()
             with contextlib.nullcontext() if self.paths is None else temporarily_pop_interpreter_stack():
-                copies = target if self.paths is None else target.expand(len(self.paths.rows), *target.shape).clone()
-                leaf = self.uses.leaves[name] = copies.detach().requires_grad_()
+                copies = target if self.paths is None else target.expand(len(self.paths.rows), *target.shape)
+                leaf = self.uses.leaves[name] = copies.clone().requires_grad_()
             self.leaves.append(leaf)
             if self.paths is not None:
                 self._weigh(leaf)
@@ -554,7 +560,27 @@ def _attend(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     return torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0]
 
 
-_BLIND = [getattr(torch.nn.functional, name) for name in ("linear_cross_entropy",) if hasattr(torch.nn.functional, name)]
+def _embed(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A table of each row's own: vmap puts the tables one below the other, and knows `padding_idx` in the first alone."""
+    given = dict(zip(("input", "weight", "padding_idx"), args, strict=False)) | kwargs
+    padding, weight = given.get("padding_idx"), given["weight"]
+    if padding is None or mode.of_rows(weight) is None:
+        return func(*args, **kwargs)
+    others = {name: value for name, value in kwargs.items() if name not in ("input", "weight", "padding_idx")}
+    found = func(given["input"], weight, None, *args[3:], **others)
+    return torch.where((given["input"] == padding % weight.shape[0]).unsqueeze(-1), found.detach(), found)
+
+
+_opened_attention = types.FunctionType(
+    F.multi_head_attention_forward.__code__,
+    {**vars(F), "has_torch_function": lambda tensors: False},
+    argdefs=F.multi_head_attention_forward.__defaults__,
+)
+"""torch's own attention, which hands itself over whole to a mode, with its parts in sight: the linear layers have rules, the fused kernel
+has no batching rule, and a layer of the whole would be neither."""
+
+
+_BLIND = [getattr(F, name) for name in ("linear_cross_entropy",) if hasattr(F, name)]
 
 
 def _getter(attribute: str) -> Any:
@@ -603,7 +629,8 @@ _HANDLERS: dict[Any, _Handler] = {
     _getter("is_leaf"): _of_bottom,
     **{getattr(torch, name): _recur for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
     **{getattr(torch, f"{name}_cell"): _recur for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
-    torch.nn.functional.scaled_dot_product_attention: _attend,
+    F.scaled_dot_product_attention: _attend,
+    F.embedding: _embed,
     **dict.fromkeys(_BLIND, _never_batched),
     torch.as_strided_: _strided,
     Tensor.as_strided_: _strided,

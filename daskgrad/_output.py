@@ -152,6 +152,7 @@ def _of_parameters(value: Tensor, uses: Uses, lead: int) -> tuple[dict[str, list
     gradients: Sequence[Tensor | None] = [None] * len(wanted)
     if wanted and value.requires_grad:
         gradients = torch.autograd.grad(value.sum(), wanted, retain_graph=True, allow_unused=True)
+        gradients = [g.to_dense() if g is not None and g.layout is not torch.strided else g for g in gradients]
     reached = any(gradient is not None for gradient in gradients)
     if not lead:
         gradients = [None if gradient is None else gradient[None] for gradient in gradients]

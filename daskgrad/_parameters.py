@@ -98,8 +98,13 @@ class Rows:
         return table.scatter_add(1, self.index.unsqueeze(-1).expand_as(self.b), self.b)
 
     def squared(self) -> Tensor:
-        same = self.index.unsqueeze(1) == self.index.unsqueeze(2)  # (rows, t, t)
-        return torch.where(same, self.b @ self.b.mT, 0.0).sum((1, 2)).clamp(min=0)
+        if self.index.shape[1] == 1:
+            return _squared(self.b)
+        index, order = self.index.sort(1)
+        place = (index[:, 1:] != index[:, :-1]).cumsum(1)  # a table of those rows alone that are there, (rows, t - 1)
+        place = torch.cat([place.new_zeros((len(place), 1)), place], 1).unsqueeze(-1).expand_as(self.b)
+        b = self.b.gather(1, order.unsqueeze(-1).expand_as(self.b))
+        return _squared(torch.zeros_like(b).scatter_add(1, place, b))
 
     def along(self, vector: Tensor) -> Tensor:
         return (self.b * vector.to(self.b.dtype).reshape(self.shape)[self.index]).sum((1, 2))
@@ -136,7 +141,7 @@ class Formed:
 
 
 Part = Outer | Rows | Formed
-Make = Callable[[Tensor, Tensor], Part]  # from the layer's input and the gradient by its output, both with the rows in front
+Make = Callable[["Call", Tensor], Part]  # from the call, and the gradient by its output, with the rows in front
 
 
 def _squared(gradient: Tensor) -> Tensor:
@@ -150,12 +155,25 @@ class Call:
     Attributes:
         given: the layer's input, (rows, *shape).
         output: its output as autograd knows it, with the rows at `axis`.
+        version: how often the input had been written into.
     """
 
     given: Tensor
     output: Tensor
     axis: int
     makes: dict[str, Make]
+    version: int
+
+    @property
+    def input(self) -> Tensor:
+        """The layer's input as the layer saw it.
+
+        Raises:
+            RuntimeError: it was written into since, which torch refuses, too.
+        """
+        if self.given._version != self.version:
+            raise RuntimeError("a tensor that is needed for the gradient by parameters was modified by an inplace operation")
+        return self.given
 
 
 @dataclass
@@ -201,7 +219,7 @@ class Uses:
         found: dict[str, list[Part]] = {name: [] for name in self.targets}
         for call, gradient in zip(self.calls, gradients, strict=False):
             for name, make in call.makes.items() if gradient is not None else ():
-                found[name].append(make(call.given, gradient.movedim(call.axis, 0)))  # type: ignore[union-attr]
+                found[name].append(make(call, gradient.movedim(call.axis, 0)))  # type: ignore[union-attr]
         for name, gradient in zip(self.leaves, gradients[len(self.calls) :], strict=True):
             if gradient is not None:
                 found[name].append(Formed(gradient))
@@ -256,7 +274,8 @@ def _linear(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor | Non
     given = _bound(("input", "weight", "bias"), args, kwargs)
     weight = given["weight"]
 
-    def of_weight(a: Tensor, b: Tensor) -> Part:
+    def of_weight(call: Call, b: Tensor) -> Part:
+        a = call.input
         return Outer(a.reshape(len(a), -1, a.shape[-1]), b.reshape(len(b), -1, weight.shape[0]), weight.shape)
 
     return given["input"], _with_bias({"weight": (weight, of_weight)}, given.get("bias"), lambda b, n: b.reshape(len(b), -1, n).sum(1))
@@ -265,7 +284,7 @@ def _linear(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor | Non
 def _with_bias(wanted: Wanted, bias: Tensor | None, summed: Callable[[Tensor, int], Tensor]) -> Wanted:
     if bias is not None:
         count, shape = bias.numel(), bias.shape
-        wanted["bias"] = (bias, lambda a, b: Formed(summed(b, count).reshape(len(b), *shape)))
+        wanted["bias"] = (bias, lambda call, b: Formed(summed(b, count).reshape(len(b), *shape)))
     return wanted
 
 
@@ -275,15 +294,20 @@ def _convolution(dims: int) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple
     def make(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor | None, Wanted]:
         given = _bound(names, args, kwargs)
         weight, padding = given["weight"], given.get("padding", 0)
-        if given.get("groups", 1) != 1 or isinstance(padding, str):
+        if given.get("groups", 1) != 1:
             return None, {}
+        around = [0] * 4
+        if isinstance(padding, str):
+            around = _same(weight.shape[2:], given.get("dilation", 1)) if padding == "same" else around
+            given["padding"] = 0
         neutral = {"stride": 1, "padding": 0, "dilation": 1}
         options = {name: _two(given.get(name, value), dims, value) for name, value in neutral.items()}
         kernel = (1,) * (2 - dims) + tuple(weight.shape[2:])
 
-        def of_weight(a: Tensor, b: Tensor) -> Part:
+        def of_weight(call: Call, b: Tensor) -> Part:
+            a = call.input
             image = a.reshape(-1, *a.shape[-dims - 1 :])  # (rows · samples, channels, *size)
-            image = image.unsqueeze(2) if dims == 1 else image
+            image = F.pad(image.unsqueeze(2) if dims == 1 else image, around)
             patches = F.unfold(image, kernel, **options).mT  # (rows · samples, t, channels · kernel)
             out = b.reshape(-1, weight.shape[0], math.prod(b.shape[-dims:])).mT  # (rows · samples, t, out)
             rows = len(a)
@@ -295,6 +319,16 @@ def _convolution(dims: int) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple
         return given["input"], _with_bias({"weight": (weight, of_weight)}, given.get("bias"), summed)
 
     return make
+
+
+def _same(kernel: Sequence[int], dilation: Any) -> list[int]:
+    """What padding="same" puts around an image, from the last axis to the first; of an odd number, more behind."""
+    around = [0] * 4
+    steps = dilation if isinstance(dilation, list | tuple) else (dilation,) * len(kernel)
+    for axis, (size, step) in enumerate(zip(reversed(kernel), reversed(steps), strict=True)):
+        total = step * (size - 1)
+        around[2 * axis : 2 * axis + 2] = [total // 2, total - total // 2]
+    return around
 
 
 def _two(value: Any, dims: int, neutral: int) -> tuple[int, ...]:
@@ -310,7 +344,8 @@ def _embedding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor | 
     if given.get("max_norm") is not None or given.get("scale_grad_by_freq"):
         return None, {}
 
-    def of_weight(a: Tensor, b: Tensor) -> Part:
+    def of_weight(call: Call, b: Tensor) -> Part:
+        a = call.input
         index, out = a.reshape(len(a), -1).long(), b.reshape(len(b), -1, weight.shape[1])
         if padding is not None:
             out = torch.where((index == padding % weight.shape[0]).unsqueeze(-1), 0.0, out)
@@ -337,10 +372,11 @@ def _norm(names: Sequence[str], plain: Callable[[Tensor, dict[str, Any]], Tensor
 def _scaling(
     given: dict[str, Any], plain: Callable[[Tensor, dict[str, Any]], Tensor], shape: torch.Size, with_input: bool, channels: bool
 ) -> Make:
-    def of_scale(a: Tensor, b: Tensor) -> Part:
-        rows = len(a)
+    def of_scale(call: Call, b: Tensor) -> Part:
+        rows = len(b)
         product = b
         if with_input:
+            a = call.input
             samples = a.reshape(rows * given["input"].shape[0], *given["input"].shape[1:]) if channels else a
             product = b * plain(samples, given).reshape(b.shape)
         if channels:  # (rows, samples, channels, *size)
