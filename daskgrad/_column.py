@@ -13,7 +13,8 @@ from . import _captured, _dask, _options, _plan
 from ._derivative import Aux, Derivative, Norm, Problem, Project, Total, parse
 from ._errors import PlanError
 from ._names import listing
-from ._plan import Plan, Source
+from ._plan import Plan
+from ._source import Source
 
 
 def grad_column(

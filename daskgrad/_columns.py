@@ -15,7 +15,8 @@ import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ._cells import Array, DType, Rows, is_list, is_tensor
+from ._cells import Array, Rows
+from ._dtypes import DType, is_list, is_tensor
 
 
 class ColumnBuilder:

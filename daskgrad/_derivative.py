@@ -230,6 +230,11 @@ def spelled(order: Order) -> str:
     return steps[0] if len(steps) == 1 else f"({', '.join(steps)})"
 
 
+def written(derivative: Derivative) -> str:
+    """A derivative as a user writes it."""
+    return spelled(derivative) if isinstance(derivative, tuple) else str(derivative)
+
+
 def _orders(wrt: Any, what: str) -> tuple[Order, ...]:
     wishes = wrt if isinstance(wrt, list) else [wrt]
     orders = []

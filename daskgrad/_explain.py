@@ -11,12 +11,13 @@ import numpy as np
 import pandas as pd
 
 from . import _dask
+from ._binding import Input
 from ._cells import StaticKind
 from ._column import plan_of
 from ._derivative import Aux, Derivative, Dot, Norm, Order, Problem, Project, Total, arguments_of, spelled
 from ._errors import DaskgradError
 from ._names import function_name
-from ._plan import Input, Plan
+from ._plan import Plan
 from ._sample import few_rows
 
 if TYPE_CHECKING:

@@ -24,12 +24,13 @@ from ._mode import RowMode
 from ._names import function_name
 from ._output import Wish
 from ._paths import Rows
-from ._plan import Plan, directions_by_path
+from ._plan import Plan
 from ._records import ABSENT, DEFAULT
 from ._result import Result, Sums
 from ._row import RowView, complete
 from ._shared import Shared
 from ._table import Cast, Group, Table, as_slice, dtypes_of, kind_of
+from ._wishes import directions_by_path
 
 
 def run(plan: Plan, part: pd.DataFrame | pd.Series, partition: int | None) -> pd.Series | pd.DataFrame:

@@ -12,7 +12,8 @@ import pandas as pd
 from . import _cells
 
 if TYPE_CHECKING:
-    from ._plan import Input, Plan
+    from ._binding import Input
+    from ._plan import Plan
 
 
 class _Absent:

@@ -14,8 +14,9 @@ from ._columns import ColumnBuilder
 from ._derivative import Aux, Derivative, Problem, Total, arguments_of
 from ._errors import DaskgradError, GraphError, PlanError, RowError
 from ._names import function_name, said
+from ._outputs import Output
 from ._paths import Rows
-from ._plan import Output, Plan
+from ._plan import Plan
 from ._records import DEFAULT
 from ._shared import module_dtype
 from ._table import Cast, Table, as_slice, dtypes_of, kind_of

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 
+from ._binding import Input
 from ._cells import StaticKind
 from ._errors import PlanError
 from ._mode import RowMode
 from ._names import listing, nearest
 from ._paths import MissingCell, Rows
-from ._plan import Input
 from ._records import ABSENT
 
 if TYPE_CHECKING:

@@ -12,12 +12,13 @@ import pandas as pd
 import torch
 from numpy.typing import NDArray
 
-from . import _cells
+from . import _cells, _dtypes
+from ._binding import Input
 from ._cells import ArrayKind, Cells, StaticKind
 from ._derivative import Dot, directions_of
 from ._errors import GraphError, PlanError
 from ._paths import Rows
-from ._plan import Input, Plan
+from ._plan import Plan
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ def dtypes_of(part: pd.DataFrame | pd.Series) -> list[Any]:
 
 def kind_of(dtype: Any) -> ArrayKind | StaticKind:
     """What the dtype of a column contributes to the default dtype, where cells are not looked at yet."""
-    floating = None if _cells.role(dtype) == "static" else _cells.floating(dtype)
+    floating = None if _dtypes.role(dtype) == "static" else _dtypes.floating(dtype)
     return StaticKind(None) if floating is None else ArrayKind(floating, ())
 
 

@@ -20,7 +20,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskgrad import _cells, _columns
+from daskgrad import _cells, _columns, _dtypes
 from daskgrad._cells import ArrayKind, Cells, StaticKind
 from daskgrad._errors import GraphError
 
@@ -167,15 +167,15 @@ DTYPES: list[tuple[Any, str, Any, Any]] = [
 
 @pytest.mark.parametrize(("dtype", "role", "gradient", "floating"), DTYPES, ids=lambda value: str(value)[:40])
 def test_what_a_dtype_says(dtype: Any, role: str, gradient: Any, floating: Any) -> None:
-    assert _cells.role(dtype) == role
-    assert _cells.floating(dtype) == floating
+    assert _dtypes.role(dtype) == role
+    assert _dtypes.floating(dtype) == floating
     if isinstance(gradient, str):
-        assert gradient in str(_cells.refusal(dtype))
+        assert gradient in str(_dtypes.refusal(dtype))
         with pytest.raises(TypeError, match=r"^it holds"):
-            _cells.gradient_dtype(dtype)
+            _dtypes.gradient_dtype(dtype)
     else:
-        assert _cells.refusal(dtype) is None
-        found = _cells.gradient_dtype(dtype)
+        assert _dtypes.refusal(dtype) is None
+        found = _dtypes.gradient_dtype(dtype)
         assert found == gradient
         assert type(found) is type(gradient)
 
@@ -197,7 +197,7 @@ def test_what_a_dtype_says(dtype: Any, role: str, gradient: Any, floating: Any) 
     ],
 )
 def test_a_number_out_of_several_columns(dtypes: list[Any], value: bool, common: Any) -> None:
-    assert _cells.common_dtype(dtypes, value=value) == common
+    assert _dtypes.common_dtype(dtypes, value=value) == common
 
 
 # ---------------------------------------------------------------- one number a cell
@@ -675,7 +675,7 @@ def test_numbers_come_back(dtype: Any) -> None:
     values[:] = 99  # the builder keeps nothing of it
     builder.put(slice(2, 3), np.array([7]))
     cells = _cells.read(builder.finish())
-    plain = str((_cells.floating(dtype) or F8).str)
+    plain = str((_dtypes.floating(dtype) or F8).str)
     gone: Any = NAN if isinstance(dtype, np.dtype) else None
     assert_holds(cells, numbers([gone, NAN, 7, gone, 1.5, gone], plain))
     assert cells.series.dtype == dtype
@@ -690,7 +690,7 @@ def test_too_large_for_float16_is_infinite() -> None:
 @pytest.mark.parametrize("dtype", [F8, pd.Float64Dtype(), arrow(pa.float64()), arrow(pa.list_(pa.float64()))], ids=str)
 def test_complex_does_not_go_into_real(dtype: Any) -> None:
     builder = _columns.ColumnBuilder(dtype, pd.RangeIndex(2), "x")
-    shape = (2, 3) if _cells.role(dtype) == "array" else (2,)
+    shape = (2, 3) if _dtypes.role(dtype) == "array" else (2,)
     with pytest.raises(TypeError, match="complex numbers do not go into a column of float64"):
         builder.put(slice(None), np.ones(shape, complex))
 
@@ -746,7 +746,7 @@ def test_text_comes_back(dtype: Any) -> None:
 def round_trip(column: pd.Series) -> pd.Series:
     """Read, take by kinds (last kind first), and put back."""
     cells = _cells.read(column)
-    builder = _columns.ColumnBuilder(_cells.gradient_dtype(column.dtype), column.index, column.name)
+    builder = _columns.ColumnBuilder(_dtypes.gradient_dtype(column.dtype), column.index, column.name)
     present = np.ones(len(cells), bool) if cells.missing is None else ~cells.missing
     codes = np.where(present, 0, -1) if cells.codes is None else cells.codes
     for code in reversed(range(cells.n_kinds)):
@@ -763,7 +763,7 @@ def test_arrow_lists_there_and_back(name: str, data: st.DataObject) -> None:
     values = data.draw(st.lists(st.none() | cells_of(st.integers(1, 100)), max_size=7))
     column = arrow_series(values, kind, data.draw(st.integers(1, 3)), data.draw(st.integers(0, 2)))
     found = round_trip(column)
-    assert found.dtype == _cells.gradient_dtype(column.dtype)
+    assert found.dtype == _dtypes.gradient_dtype(column.dtype)
     array = found.array.__arrow_array__()
     array.validate(full=True)
     assert array.to_pylist() == values

@@ -6,19 +6,15 @@ The oracle is plain ``torch.autograd.grad`` by the parameters of a copy of the m
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import dask
-import dask.bag as db
 import numpy as np
 import oracle
 import pandas as pd
 import pytest
 import torch
-from compare import ENGINES, assert_cells, computed, in_equal_parts, object_series, slower_is_fine
+from compare import ENGINES, assert_cells, object_series, slower_is_fine
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn

@@ -1,0 +1,54 @@
+"""What is known of the data before it is touched: labels and dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+
+from . import _dtypes
+from ._errors import PlanError
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is known of the data before it is touched.
+
+    Attributes:
+        kind: "frame", "series" or "bag".
+        empty: an empty frame or Series with the data's labels and dtypes; of a Bag, what its literal records tell of the arguments.
+        labels: the column labels, None where they are not known (a Bag).
+        records: a Bag's records, where they lie literally in its graph.
+        dask: it is a Dask collection.
+    """
+
+    kind: Literal["frame", "series", "bag"]
+    empty: pd.DataFrame | pd.Series
+    labels: list[Hashable] | None
+    records: list[Any] | None = None
+    dask: bool = False
+
+
+def dtype_of(source: Source, column: Hashable) -> Any:
+    """The dtype of a column; None where a Bag does not tell."""
+    if source.kind == "series":
+        return source.empty.dtype
+    if source.labels is None and column not in source.empty.columns:
+        return None
+    found: Any = source.empty[column]  # type: ignore[call-overload]
+    if isinstance(found, pd.DataFrame):
+        raise PlanError(f"the column label {column!r} stands {found.shape[1]} times in the data: rename one of them")
+    return found.dtype
+
+
+def gradient_dtype_of(source: Source, column: Hashable) -> Any:
+    dtype = dtype_of(source, column)
+    return np.dtype("float64") if dtype is None else _dtypes.gradient_dtype(dtype)
+
+
+def differentiable(source: Source, column: Hashable) -> bool:
+    dtype = dtype_of(source, column)
+    return dtype is None or _dtypes.refusal(dtype) is None

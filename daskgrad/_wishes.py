@@ -1,0 +1,182 @@
+"""What is asked for, held against what there is: every wish that makes no sense is refused here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from . import _dtypes
+from ._binding import Input
+from ._checkpoints import Checkpoints, State
+from ._derivative import Derivative, Dot, Norm, Project, arguments_of, directions_of, orders_of, spelled, written
+from ._errors import PlanError
+from ._names import function_name, listing, nearest
+from ._source import Source, dtype_of
+
+
+def check_differentiable(
+    source: Source,
+    fn: Callable[..., Any],
+    name: Hashable,
+    by_name: dict[Hashable, Input],
+    shared: dict[str, Any],
+) -> None:
+    if name in shared:
+        raise PlanError(
+            f"the derivative by {name!r} is asked for, which is a shared argument. Derivatives by column arguments are possible: "
+            f"{listing(by_name)}."
+        )
+    if name not in by_name:
+        fed = [argument.name for argument in by_name.values() if name in argument.columns]
+        hint = f" The column {name!r} feeds the argument {fed[0]!r}: ask for that." if fed else nearest(name, [*by_name, *shared])
+        raise PlanError(
+            f"the derivative by {name!r} is asked for, but no column feeds an argument of that name in {function_name(fn)}. "
+            f"Possible: {listing([*by_name, *shared])}.{hint}"
+        )
+    for column in by_name[name].columns:
+        dtype = dtype_of(source, column)
+        reason = None if dtype is None else _dtypes.refusal(dtype)
+        if reason is not None:
+            raise PlanError(
+                f"the derivative by {name!r} is asked for, but the column {column!r} ({dtype}) cannot be differentiated: {reason}."
+                f"{_text_hint(source, column)}"
+            )
+
+
+def _text_hint(source: Source, column: Hashable) -> str:
+    if source.kind == "bag" or not (source.dask and isinstance(dtype_of(source, column), pd.StringDtype | pd.ArrowDtype)):
+        return ""
+    return (
+        " Convert it to numbers first; where it held arrays before it went into Dask, Dask has turned them into text: set "
+        'dask.config.set({"dataframe.convert-string": False}) before from_pandas.'
+    )
+
+
+def column_directions(source: Source, derivatives: Iterable[Derivative]) -> tuple[Input, ...]:
+    """The columns that hold directions, as inputs of their own. In a Bag of tuples they have no position."""
+    found = []
+    for step in directions_of(derivatives):
+        if step.column is None or step.tensors:
+            continue
+        if source.labels is not None and step.column not in source.labels:
+            raise PlanError(
+                f"dot({step.wrt!r}, {step.column!r}) needs the column {step.column!r} as its direction, which there is not. The columns: "
+                f"{listing(source.labels)}.{nearest(step.column, source.labels)} A direction that is the same for every row is given as "
+                "numbers."
+            )
+        dtype = dtype_of(source, step.column)
+        if dtype is not None and (reason := _dtypes.refusal(dtype)) is not None:
+            raise PlanError(f"dot({step.wrt!r}, {step.column!r}): the column is no direction: {reason}")
+        found.append(Input(step, (step.column,), position=sys.maxsize))
+    return tuple(found)
+
+
+def refuse_complex_orders(source: Source, derivatives: Iterable[Derivative], by_name: dict[Hashable, Input]) -> None:
+    """A gradient by a complex argument is ∂f/∂Re + i·∂f/∂Im, which is no number that could be differentiated again."""
+    for derivative in derivatives:
+        for order in orders_of(derivative):
+            names = arguments_of(order)
+            for name in names if len(order) > 1 else ():
+                if name not in by_name:
+                    continue
+                dtypes = [dtype_of(source, column) for column in by_name[name].columns]
+                if any(dtype is not None and _dtypes.role(dtype) == "complex" for dtype in dtypes):
+                    raise PlanError(
+                        f"{spelled(order)} is of an order above the first and by {name!r}, which is complex. Take its real and "
+                        "imaginary parts as arguments of their own."
+                    )
+
+
+def parameter_wishes(fn: Callable[..., Any], derivatives: Sequence[Derivative], shared: dict[str, Any]) -> dict[Hashable, tuple[str, ...]]:
+    """The parameters that are meant where a derivative is taken with respect to a shared argument, or to a part of one."""
+    wishes = {
+        name
+        for derivative in derivatives
+        for name in arguments_of(derivative)
+        if isinstance(name, str) and name.partition(".")[0] in shared
+    }
+    if not wishes:
+        return {}
+    from ._parameters import matching, parameters_of
+
+    there = {name: tensor for name, tensor in parameters_of(shared).items() if tensor.is_floating_point()}
+    found: dict[Hashable, tuple[str, ...]] = {name: tuple(matching(name, list(there))) for name in sorted(wishes)}
+    for name, meant in found.items():
+        if not meant:
+            raise PlanError(
+                f"the derivative by {name!r} is asked for, but {function_name(fn)} has no such shared parameter. Possible: "
+                f"{listing(there)}.{nearest(name, there)}"
+            )
+    for derivative in derivatives:
+        _check_parameter_order(derivative, found, there)
+    return found
+
+
+def several_states(shared: dict[str, Any]) -> tuple[str, tuple[State, ...]] | None:
+    """The module that comes in several states, and those; `shared` then holds the module itself."""
+    several = [name for name, value in shared.items() if isinstance(value, Checkpoints)]
+    if len(several) > 1:
+        raise PlanError(f"{listing(several)} are shared in several states each: one of them is possible")
+    for name in several:
+        found = shared[name]
+        shared[name] = found.module
+        return name, found.states
+    return None
+
+
+def by_layer(asked: list[tuple[Hashable | None, Derivative]], shared: dict[str, Any]) -> list[tuple[Hashable | None, Derivative]]:
+    """`asked`, with a norm for each layer of a shared module where that is asked for."""
+    found: list[tuple[Hashable | None, Derivative]] = []
+    for label, derivative in asked:
+        if not (isinstance(derivative, Norm) and derivative.per_layer):
+            found.append((label, derivative))
+            continue
+        from ._parameters import matching, parameters_of
+
+        paths = [path for name in arguments_of(derivative) for path in matching(str(name), list(parameters_of(shared)))]
+        layers = list(dict.fromkeys(path.rpartition(".")[0] or path for path in paths))
+        if not layers:
+            raise PlanError(f"{derivative} per layer is of shared modules, and there is none of that name. Shared: {listing(shared)}.")
+        found += [(None if label is None else f"{label}.{layer}", Norm(((layer,),))) for layer in layers]
+    return found
+
+
+def _check_parameter_order(derivative: Derivative, found: Mapping[Hashable, tuple[str, ...]], there: Mapping[str, Any]) -> None:
+    orders = [order for order in orders_of(derivative) if any(name in found for name in arguments_of(order))]
+    if any(len(order) > 1 for order in orders):
+        raise PlanError(f"{written(derivative)} is of an order above the first by shared parameters: first order is possible")
+    if isinstance(derivative, Project) and len(derivative.of) > 1:
+        raise PlanError(f"{derivative}: a projection is by columns, or by one shared argument")
+    for step in (step for order in orders for step in order if isinstance(step, Dot)):
+        shapes = {name: tuple(there[name].shape) for name in found[step.wrt]}
+        directions_by_path(step, shapes)
+
+
+def directions_by_path(step: Dot, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """The direction of each parameter, given by its whole path, its path inside the module, or inside the part that was named.
+
+    Raises:
+        PlanError: a name that is no parameter of the wish, or a shape that does not fit.
+    """
+    given = step.tensors or (("", step.constant),)
+    found = {}
+    for name, constant in given:
+        paths = [path for path in shapes if path == name or path.endswith(f".{name}") or (not name and len(shapes) == 1)]
+        if constant is None or len(paths) != 1:
+            if constant is not None and step.tensors and not paths:
+                continue  # a buffer of a checkpoint, or a parameter outside of the part that was named
+            raise PlanError(
+                f"dot({step.wrt!r}, ...) needs {{parameter: tensor}}, a module or a checkpoint as its direction. {name!r} fits "
+                f"{len(paths)} of the parameters {listing(shapes)}."
+            )
+        if constant.shape != shapes[paths[0]]:
+            raise PlanError(
+                f"dot({step.wrt!r}, ...): the direction of {paths[0]!r} has the shape {constant.shape}, the parameter {shapes[paths[0]]}"
+            )
+        found[paths[0]] = constant.array
+    if not found:
+        raise PlanError(f"dot({step.wrt!r}, ...): no name in the direction is one of the parameters {listing(shapes)}")
+    return found
