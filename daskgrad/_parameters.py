@@ -68,8 +68,12 @@ class Outer:
         if steps == 1:
             return self.a.square().sum((1, 2)) * self.b.square().sum((1, 2))
         if steps * (size_in + size_out) <= size_in * size_out:
-            return ((self.a @ self.a.mT) * (self.b @ self.b.mT)).sum((1, 2)).clamp(min=0)
+            products = (self.a @ self.a.mT) * (self.b @ self.b.mT)  # (rows, t, t)
+            return _unless_cancelled(products.sum((1, 2)), products.diagonal(dim1=1, dim2=2).sum(1), self)
         return _squared(self.formed())
+
+    def at(self, rows: Tensor) -> Outer:
+        return Outer(self.a[rows], self.b[rows], self.shape)
 
     def along(self, vector: Tensor) -> Tensor:
         matrix = vector.to(self.b.dtype).reshape(self.b.shape[2], self.a.shape[2])
@@ -116,6 +120,37 @@ class Rows:
     def total_squares(self, weights: Tensor) -> Tensor:
         return Formed(self.formed()).total_squares(weights)
 
+    def at(self, rows: Tensor) -> Rows:
+        return Rows(self.index[rows], self.b[rows], self.shape)
+
+
+@dataclass
+class Tied:
+    """Both kinds of contributions, to a table that is a weight, too."""
+
+    outer: Outer
+    rows: Rows
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.rows.shape
+
+    def formed(self) -> Gradient:
+        return self.outer.formed() + self.rows.formed()
+
+    def squared(self) -> Tensor:
+        steps = self.outer.b.shape[1]
+        met = self.outer.b.gather(2, self.rows.index.unsqueeze(1).expand(-1, steps, -1))  # (rows, steps, t)
+        cross = (met * (self.outer.a @ self.rows.b.mT)).sum((1, 2))
+        own = self.outer.squared() + self.rows.squared()
+        return _unless_cancelled(own + 2 * cross, own, self)
+
+    def along(self, vector: Tensor) -> Tensor:
+        return self.outer.along(vector) + self.rows.along(vector)
+
+    def at(self, rows: Tensor) -> Tied:
+        return Tied(self.outer.at(rows), self.rows.at(rows))
+
 
 @dataclass
 class Formed:
@@ -140,12 +175,26 @@ class Formed:
         return Formed(self.gradient.square()).total(weights)
 
 
-Part = Outer | Rows | Formed
+Part = Outer | Rows | Tied | Formed
 Make = Callable[["Call", Tensor], Part]  # from the call, and the gradient by its output, with the rows in front
 
 
 def _squared(gradient: Tensor) -> Tensor:
     return gradient.abs().square().reshape(len(gradient), -1).sum(1)
+
+
+CANCELLED = 1e-3
+"""Where a squared norm is a smaller part than this of the squares that it is summed from, digits were lost."""
+FORMED = 2**22
+"""Elements of gradients that are formed together then."""
+
+
+def _unless_cancelled(squared: Tensor, squares: Tensor, part: Outer | Tied) -> Tensor:
+    """`squared` (rows,), but from the formed gradient where contributions nearly cancel."""
+    doubtful = (squared < CANCELLED * squares).nonzero().squeeze(1)
+    for rows in doubtful.split(max(1, FORMED // part.shape.numel())) if len(doubtful) else ():
+        squared[rows] = _squared(part.at(rows).formed())
+    return squared
 
 
 @dataclass
@@ -237,17 +286,27 @@ def _flat(args: Any) -> Iterator[Tensor]:
 
 
 def _together(parts: list[Part]) -> list[Part]:
-    """Several uses of one parameter as one part: the cross terms count. Equal kinds are put side by side, others are formed."""
+    """Several uses of one parameter as one part: the cross terms count. Equal kinds are put side by side; with what is formed, all are."""
     if len(parts) < 2:
         return parts
-    if all(isinstance(part, Outer) for part in parts):
-        return [Outer(torch.cat([p.a for p in parts], 1), torch.cat([p.b for p in parts], 1), parts[0].shape)]  # type: ignore[union-attr]
-    if all(isinstance(part, Rows) for part in parts):
-        return [Rows(torch.cat([p.index for p in parts], 1), torch.cat([p.b for p in parts], 1), parts[0].shape)]  # type: ignore[union-attr]
-    total = parts[0].formed()
-    for part in parts[1:]:
-        total = total + part.formed()
-    return [Formed(total)]
+    outers = [part for part in parts if isinstance(part, Outer)]
+    tables = [part for part in parts if isinstance(part, Rows)]
+    if len(outers) + len(tables) < len(parts):
+        total = parts[0].formed()
+        for part in parts[1:]:
+            total = total + part.formed()
+        return [Formed(total)]
+    if not outers:
+        return [_tables(tables)]
+    return [Tied(_outers(outers), _tables(tables)) if tables else _outers(outers)]
+
+
+def _outers(parts: Sequence[Outer]) -> Outer:
+    return Outer(torch.cat([p.a for p in parts], 1), torch.cat([p.b for p in parts], 1), parts[0].shape)
+
+
+def _tables(parts: Sequence[Rows]) -> Rows:
+    return Rows(torch.cat([p.index for p in parts], 1), torch.cat([p.b for p in parts], 1), parts[0].shape)
 
 
 # --- the rules --------------------------------------------------------------------------------------------------------
