@@ -6,15 +6,20 @@ The oracle is plain ``torch.autograd.grad`` by the parameters of a copy of the m
 from __future__ import annotations
 
 import copy
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import dask
+import dask.bag as db
 import numpy as np
 import oracle
 import pandas as pd
 import pytest
 import torch
-from compare import ENGINES, assert_cells, object_series, slower_is_fine
+from compare import ENGINES, assert_cells, computed, in_equal_parts, object_series, slower_is_fine
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -25,8 +30,6 @@ import daskgrad as dg
 from daskgrad._reduce import rows_of_matrix
 
 Tensor = torch.Tensor
-WIDE = "by parameters: too wide to be drawn by hand"
-
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 
 
@@ -104,7 +107,7 @@ def assert_by_parameters(
     flat = [None if g is None else torch.cat([g[path].reshape(-1) for path in paths]).double() for g in gradients]
     along = torch.cat([vector[path].reshape(-1) for path in paths])
     matrix = rows_of_matrix(5, 0, len(along), 3)
-    expected = {
+    expected: dict[str, list[Any]] = {
         "norm": [None if g is None else float(g.norm()) for g in flat],
         "dot": [None if g is None else float(g @ along) for g in flat],
         "project": [None if g is None else (g @ matrix).numpy() for g in flat],
@@ -289,7 +292,8 @@ class _TiedTransposed(nn.Module):
         self.encoder = nn.Linear(5, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.encoder(x)) @ self.encoder.weight
+        hidden: Tensor = torch.tanh(self.encoder(x))
+        return hidden @ self.encoder.weight
 
 
 class _Reused(nn.Module):
@@ -298,9 +302,10 @@ class _Reused(nn.Module):
         self.layer, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
 
     def forward(self, x: Tensor) -> Tensor:
+        out = x
         for _ in range(3):
-            x = self.norm(torch.tanh(self.layer(x)))
-        return x
+            out = self.norm(torch.tanh(self.layer(out)))
+        return out
 
 
 class _Loop(nn.Module):
@@ -324,7 +329,8 @@ class _Regularised(nn.Module):
         self.layer, self.scale = nn.Linear(4, 3), nn.Parameter(torch.tensor(1.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * self.scale + self.layer.weight.square().sum() + self.layer.weight.T[0]
+        out: Tensor = self.layer(x) * self.scale + self.layer.weight.square().sum() + self.layer.weight.T[0]
+        return out
 
 
 class _Detached(nn.Module):
@@ -335,7 +341,8 @@ class _Detached(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             target = self.layer(2 * x)
-        return self.layer(x) - target + F.linear(x, self.layer.weight.detach())
+        out: Tensor = self.layer(x) - target + F.linear(x, self.layer.weight.detach())
+        return out
 
 
 class _WrittenInto(nn.Module):
@@ -502,3 +509,425 @@ def test_networks_of_any_size(depth: int, width: int, norm: str, seed: int) -> N
         return nn.Sequential(*blocks, nn.Linear(width, 1))
 
     assert_by_parameters(table(width, rows=6, seed=seed), loss, {"model": seeded(layers)}, engines=["auto"])
+
+
+# --- rows of every kind -----------------------------------------------------------------------------------------------
+
+
+def test_ragged_rows() -> None:
+    rng = np.random.default_rng(3)
+    frame = pd.DataFrame({"x": object_series([rng.standard_normal((1 + k % 4, 3)) for k in range(24)]).array, "y": rng.standard_normal(24)})
+    assert_by_parameters(frame, loss, {"model": seeded(lambda: _First(nn.GRU(3, 4)))})
+
+
+def test_static_values() -> None:
+    def fn(model: nn.ModuleDict, x: Tensor, y: Tensor, kind: str) -> Tensor:
+        return reading(model[kind](x), y)
+
+    frame = table(4, rows=20).assign(kind=["left", "right"] * 10)
+    model = seeded(lambda: nn.ModuleDict({"left": nn.Linear(4, 2), "right": nn.Linear(4, 3)}))
+    assert_by_parameters(frame, fn, {"model": model})
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_missing_values(engine: str) -> None:
+    frame = table(4, rows=12)
+    frame["y"] = frame["y"].astype("Float64").where(np.arange(12) % 3 > 0)
+    assert_by_parameters(frame, loss, {"model": seeded(lambda: nn.Linear(4, 2))}, engines=[engine])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_bad_row(engine: str) -> None:
+    def fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        if y > 100:
+            raise ValueError("too large")
+        return loss(model, x, y)
+
+    frame = table(4, rows=40)
+    frame.loc[17, "y"] = 200.0
+    model = seeded(lambda: nn.Linear(4, 2))
+    with pytest.raises(dg.RowError, match="row 17: ValueError: too large"):
+        dg.grad_column(frame, fn, wrt=dg.norm("model"), shared={"model": model}, engine=engine)
+    column = dg.grad_column(frame, fn, wrt=dg.norm("model"), shared={"model": model}, engine=engine, on_error="null")
+    assert list(np.flatnonzero(column.isna())) == [17]
+    good = frame.drop(index=17)
+    assert_cells(list(column.drop(index=17)), [float(_norm(g)) for g in formed(rows_of(good), fn, {"model": model}, torch.float64)])
+
+
+def _norm(gradients: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat([g.reshape(-1) for g in gradients.values()]).norm()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_layer_that_no_row_reaches_counts_as_zero(engine: str) -> None:
+    def fn(model: nn.ModuleList, x: Tensor, y: Tensor) -> Tensor:
+        return reading(model[0](x), y)
+
+    model = seeded(lambda: nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2)]))
+    assert_by_parameters(table(4), fn, {"model": model}, engines=[engine])
+    with pytest.raises(dg.GraphError, match=r"no argument that was asked for \(model\.1\) reaches"):
+        dg.grad_column(table(4), fn, wrt=dg.norm("model.1"), shared={"model": model}, engine=engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_parameter_that_leaves_torch_is_a_cut(engine: str) -> None:
+    def fn(model: nn.Linear, x: Tensor, y: Tensor) -> Tensor:
+        return reading(model(x), y) * model.weight[0, 0].item()
+
+    with pytest.raises(dg.GraphError, match=r"\.item\(\) takes a differentiated value out of torch"):
+        dg.grad_column(table(4), fn, wrt=dg.norm("model"), shared={"model": seeded(lambda: nn.Linear(4, 2))}, engine=engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 4), lambda: nn.LayerNorm(4), lambda: nn.Sequential(nn.Linear(4, 4), nn.Softplus())])
+def test_an_input_that_is_written_into_after_a_layer_has_read_it(make: Callable[[], nn.Module], engine: str) -> None:
+    def fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        x = x * 1
+        out: Tensor = model(x).sum()
+        x.mul_(3)
+        return out * y
+
+    model = seeded(make)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        formed(rows_of(table(4)), fn, {"model": model}, torch.float64)
+    with pytest.raises(dg.RowError, match="modified by an inplace operation"), slower_is_fine():
+        dg.grad_column(table(4), fn, wrt=dg.norm("model"), shared={"model": model}, engine=engine)
+
+
+def test_dropout_draws_the_same_for_every_row() -> None:
+    def fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return loss(model, x, y)
+
+    def fresh(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        torch.manual_seed(11)
+        return loss(model, x, y)
+
+    model = seeded(lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 2))).train()
+    expected = [float(_norm(g)) for g in formed(rows_of(table(6)), fresh, {"model": model}, torch.float64)]
+    for engine in ENGINES:
+        column = dg.grad_column(table(6), fn, wrt=dg.norm("model"), shared={"model": model}, engine=engine, randomness="same", seed=11)
+        assert_cells(list(column), expected)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_dropout_draws_anew_for_each_row(engine: str) -> None:
+    """One weight of one, so that a row's gradient tells what was dropped: 0, or twice its input."""
+
+    def fn(model: nn.Module, x: Tensor) -> Tensor:
+        out: Tensor = model(x.reshape(1)).sum()
+        return out
+
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Dropout(0.5)).double().train()
+    frame = pd.DataFrame({"x": np.ones(400)})
+    options: dict[str, Any] = {"shared": {"model": model}, "engine": engine, "randomness": "different", "allow_unused": True}
+    column = dg.grad_column(frame, fn, wrt=dg.norm("model"), seed=1, **options)
+    assert set(column.round(12)) == {0.0, 2.0}
+    assert 140 < (column > 0).sum() < 260  # six standard deviations
+    pd.testing.assert_series_equal(column, dg.grad_column(frame, fn, wrt=dg.norm("model"), seed=1, **options))
+    with pytest.raises(dg.PlanError, match="random"):
+        dg.grad_column(frame, fn, wrt=dg.norm("model"), shared={"model": model}, engine=engine)
+
+
+# --- dtypes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(5, 3), lambda: nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4))])
+def test_a_float64_table_and_a_float32_model(make: Callable[[], nn.Module]) -> None:
+    """b29: the columns are cast on the way in, and float64 columns come back."""
+    model = seeded(make).float()
+    assert_by_parameters(table(5), loss, {"model": model}, dtype=torch.float32, rtol=2e-5)
+    column = dg.grad_column(table(5), loss, wrt=dg.norm("model"), shared={"model": model})
+    assert column.dtype == np.float64
+
+
+def test_closed_over_the_dtypes_are_an_error_with_both_remedies() -> None:
+    """b29."""
+    model = nn.Linear(5, 3)
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        out: Tensor = (model(x) * w).sum()
+        return out
+
+    with pytest.raises(Exception, match=r"(?s)(?=.*float32)(?=.*float64|.*double)(?=.*shared=)(?=.*dtype=)"):
+        dg.grad_column(table(5)[["x"]], fn, wrt=dg.norm("w"), shared={"w": torch.ones(3, dtype=torch.float64)})
+
+
+# --- shared tensors, dicts, names -------------------------------------------------------------------------------------
+
+
+def test_a_shared_tensor() -> None:
+    def fn(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return torch.tanh(w @ x).square().sum() * y + w[0, 0]
+
+    assert_by_parameters(table(4), fn, {"w": torch.randn(3, 4, dtype=torch.float64)}, "w")
+
+
+def test_a_shared_tensor_in_a_layer_s_call() -> None:
+    def fn(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return reading(F.linear(x, w), y) + w.mean()
+
+    assert_by_parameters(table(4), fn, {"w": torch.randn(3, 4, dtype=torch.float64)}, "w")
+
+
+def test_a_shared_number() -> None:
+    def fn(a: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return (a * x).sin().sum() + a * y
+
+    assert_by_parameters(table(4), fn, {"a": torch.tensor(0.7, dtype=torch.float64)}, "a")
+
+
+@pytest.mark.parametrize("wish", ["w", "w.a", "w.*"])
+def test_a_shared_dict(wish: str) -> None:
+    def fn(w: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return (torch.tanh(x @ w["a"]) @ w["b"]) * y + w["b"].sum()
+
+    shared = {"w": {"a": torch.randn(4, 3, dtype=torch.float64), "b": torch.randn(3, dtype=torch.float64)}}
+    assert_by_parameters(table(4), fn, shared, wish, below=lambda path: path == "w.a" or wish != "w.a")
+
+
+class _Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(4, 5), nn.Tanh()), nn.Linear(5, 2)
+        self.head_scale = nn.Parameter(torch.tensor(1.0))
+        self.register_buffer("offset", torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body(x)) * self.head_scale + self.offset
+        return out
+
+
+@pytest.mark.parametrize(
+    ("wish", "below"),
+    [
+        ("model.head", ["head.weight", "head.bias"]),
+        ("model.head.bias", ["head.bias"]),
+        ("model.*.weight", ["body.0.weight", "head.weight"]),
+        ("model.body", ["body.0.weight", "body.0.bias"]),
+        ("model.head*", ["head_scale", "head.weight", "head.bias"]),
+        ("model.head_scale", ["head_scale"]),
+        ("model", ["head_scale", "body.0.weight", "body.0.bias", "head.weight", "head.bias"]),
+    ],
+)
+def test_parts_and_globs(wish: str, below: Sequence[str]) -> None:
+    model = seeded(_Parts)
+    assert_by_parameters(table(4), loss, {"model": model}, wish, below=lambda path: path.removeprefix("model.") in below)
+
+
+def test_a_frozen_parameter_can_be_asked_for() -> None:
+    model = seeded(_Parts)
+    model.get_submodule("body").requires_grad_(False)
+    assert_by_parameters(table(4), loss, {"model": model})
+    assert not model.get_parameter("body.0.weight").requires_grad
+    assert model.get_parameter("head.weight").requires_grad
+
+
+def test_a_direction_may_be_a_module_or_a_checkpoint() -> None:
+    model, other = seeded(_Parts), seeded(_Parts).requires_grad_(False)
+    other.get_parameter("head.weight").mul_(3)
+    gradients = formed(rows_of(table(4)), loss, {"model": model}, torch.float64)
+    expected = [float(sum((g[f"model.{name}"] * p).sum() for name, p in other.named_parameters())) for g in gradients]
+    whole = {f"model.{name}": p for name, p in other.named_parameters()}
+    for direction in (other, other.state_dict(), dict(other.named_parameters()), whole):
+        column = dg.grad_column(table(4), loss, wrt=dg.dot("model", direction), shared={"model": model})
+        assert_cells(list(column), expected)
+    head = {name: p for name, p in other.named_parameters() if name.startswith("head.")}
+    expected = [float(sum((g[f"model.{name}"] * p).sum() for name, p in head.items())) for g in gradients]
+    for wish in ("model", "model.head"):
+        assert_cells(list(dg.grad_column(table(4), loss, wrt=dg.dot(wish, head), shared={"model": model})), expected)
+
+
+def test_together_with_columns() -> None:
+    """One norm of the model and a column, and both kinds of derivative in one call."""
+    frame, model = table(4), seeded(_Parts)
+    wanted: Any = {"value": (), "x": "x", "both": dg.norm(["model", "y"]), "model": dg.norm("model"), "y": "y"}
+    got = dg.derivatives(frame, loss, wanted, shared={"model": model})
+    rows = rows_of(frame)
+    alone = [oracle.row_derivatives(row, lambda x, y: loss(model, x, y), {"value": (), "x": ("x",), "y": ("y",)}) for row in rows]
+    norms = [float(_norm(g)) for g in formed(rows, loss, {"model": model}, torch.float64)]
+    for label in ("value", "x", "y"):
+        assert_cells(list(got[label]), [row[label] for row in alone])
+    assert_cells(list(got["model"]), norms)
+    assert_cells(list(got["both"]), [float(np.hypot(norm, row["y"])) for norm, row in zip(norms, alone, strict=True)])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "text"),
+    [
+        (dg.norm("model.haed"), r"(?s)no such shared parameter.*model\.head"),
+        ("model.offset", r"no such shared parameter"),
+        (("model", "model"), r"order above the first by shared parameters"),
+        (("y", "model"), r"order above the first by shared parameters"),
+        (dg.dot("model", {"head.weight": torch.ones(2, 2)}), r"direction of 'model\.head\.weight' has the shape \(2, 2\)"),
+        (dg.dot("model", {"nothing": torch.ones(2)}), r"no name in the direction is one of the parameters"),
+        (dg.dot("model.head.bias", torch.ones(3)), r"has the shape \(3,\)"),
+    ],
+)
+def test_mistakes_are_told_at_the_call(wanted: Any, text: str) -> None:
+    with pytest.raises(dg.PlanError, match=text):
+        dg.derivatives(in_equal_parts(table(4), 2), loss, {"a": wanted}, shared={"model": seeded(_Parts)})
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_vector_has_no_gradient_by_parameters(engine: str) -> None:
+    with pytest.raises(dg.RowError, match=r"a tensor of shape \(2,\)"):
+        dg.grad_column(table(4), lambda model, x: model(x), wrt=dg.norm("model"), shared={"model": seeded(_Parts)}, engine=engine)
+
+
+# --- precision --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-6])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_uses_that_nearly_cancel(scale: float, engine: str) -> None:
+    """A twin network on two inputs that hardly differ: the gradient is what is left of two that are far larger."""
+
+    def fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        out: Tensor = (model(x) - model(x + scale * y)).sum()
+        return out
+
+    model = seeded(lambda: nn.Linear(20, 30, bias=False))
+    expected = [float(_norm(g)) for g in formed(rows_of(table(20)), fn, {"model": model}, torch.float64)]
+    column = dg.grad_column(table(20), fn, wrt=dg.norm("model"), shared={"model": model}, engine=engine)
+    assert_cells(list(column), expected, rtol=1e-8, atol=0.0)
+
+
+@pytest.mark.parametrize("size", [1, 3, None])
+def test_batches_of_any_size_agree(size: int | None) -> None:
+    assert_by_parameters(table(4, rows=40), loss, {"model": seeded(_Parts)}, engines=["auto"], batch_size=size)
+
+
+# --- carriers, threads, the model -------------------------------------------------------------------------------------
+
+
+def snapshot(model: nn.Module) -> dict[str, Any]:
+    tensors = {name: tensor.detach().numpy().tobytes() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    modules = {name: (module.training, [*module._parameters], type(module)) for name, module in model.named_modules()}
+    parameters = {name: (id(p), type(p), p.requires_grad, p.grad, p._version, p.is_leaf) for name, p in model.named_parameters()}
+    return {"tensors": tensors, "modules": modules, "parameters": parameters}
+
+
+def _mixed() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6).eval(), nn.ReLU(inplace=True), nn.Dropout(0.0), nn.Linear(6, 2))
+
+
+def mixed_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return reading(model(x.reshape(1, -1)), y)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_model_is_as_it_was(engine: str) -> None:
+    model = seeded(_mixed)
+    model.get_parameter("4.bias").requires_grad_(False)
+    before = snapshot(model)
+    dg.grad_column(table(4), mixed_loss, wrt=dg.norm("model"), shared={"model": model}, engine=engine)
+    dg.grad_column(table(4), mixed_loss, wrt="model", shared={"model": model}, engine=engine)
+    computed(
+        dg.grad_column(in_equal_parts(table(4), 3), mixed_loss, wrt=dg.norm("model"), shared={"model": model}, engine=engine), "threads"
+    )
+    with pytest.raises(dg.DaskgradError):
+        dg.grad_column(table(5), mixed_loss, wrt=dg.norm("model"), shared={"model": model}, engine=engine)
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_four_threads_and_forty_parts_twenty_times(engine: str) -> None:
+    """a08."""
+    frame, model = table(4, rows=400), seeded(_mixed)
+    before = snapshot(model)
+    column = dg.grad_column(in_equal_parts(frame, 40), mixed_loss, wrt=dg.norm("model"), shared={"model": model}, engine=engine)
+    once = computed(column)
+    for _ in range(20 if engine == "auto" else 3):
+        with dask.config.set(scheduler="threads", num_workers=4):
+            pd.testing.assert_series_equal(column.compute(), once, check_exact=True)
+    assert snapshot(model) == before
+    assert_cells(list(once), [float(_norm(g)) for g in formed(rows_of(frame), mixed_loss, {"model": model}, torch.float64)])
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_carriers_agree(parts: int) -> None:
+    frame, model = table(4, rows=23), seeded(_Parts)
+    wanted: Any = {"norm": dg.norm("model"), "dot": dg.dot("model", model), "gradient": "model", "project": dg.project("model", 2)}
+    here = dg.derivatives(frame, loss, wanted, shared={"model": model})
+    there = computed(dg.derivatives(in_equal_parts(frame, parts), loss, wanted, shared={"model": model}))
+    bag = db.from_sequence(rows_of(frame), npartitions=parts)
+    from_bag = computed(dg.derivatives(bag, loss, wanted, shared={"model": model}))
+    for label in wanted:
+        assert_cells(list(there[label]), list(here[label]), rtol=1e-12)
+        assert_cells(list(from_bag[label]), list(here[label]), rtol=1e-12)
+    assert there["norm"].dtype == from_bag["norm"].dtype == np.float64
+
+
+def test_lazy_means_a_snapshot() -> None:
+    frame, model = table(4), seeded(_Parts)
+    now = dg.grad_column(frame, loss, wrt=dg.norm("model"), shared={"model": model})
+    lazy = dg.grad_column(in_equal_parts(frame, 2), loss, wrt=dg.norm("model"), shared={"model": model})
+    with torch.no_grad():
+        model.get_parameter("head.weight").mul_(5)
+    pd.testing.assert_series_equal(computed(lazy), now)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_batch_norm_in_train_mode_is_refused(mode: str, engine: str) -> None:
+    """b08: one row has no batch statistics."""
+    model = seeded(lambda: nn.Sequential(nn.Conv2d(1, 2, 2), nn.BatchNorm2d(2))).train(mode == "train")
+
+    def fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return reading(model(x[None]), y)
+
+    if mode == "eval":
+        assert_by_parameters(table(1, 4, 4), fn, {"model": model}, engines=[engine])
+    else:
+        with pytest.raises(dg.DaskgradError, match=r"eval\(\)"):
+            dg.grad_column(table(1, 4, 4), fn, wrt=dg.norm("model"), shared={"model": model}, engine=engine)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+_PEAK = """
+import resource, sys
+import numpy as np, pandas as pd, torch
+from torch import nn
+import daskgrad as dg
+
+torch.set_num_threads(1)
+rows, size = int(sys.argv[1]), eval(sys.argv[2])
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(100, 3000), nn.Tanh(), nn.Linear(3000, 230), nn.Tanh(), nn.Linear(230, 1))  # 1.0 M parameters
+assert 0.99e6 < sum(p.numel() for p in model.parameters()) < 1.01e6
+features = [f"f{k}" for k in range(100)]
+frame = pd.DataFrame(np.random.default_rng(0).standard_normal((rows, 100), dtype=np.float32), columns=features)
+
+def loss(model, x):
+    return model(x)[0] ** 2
+
+options = {"wrt": dg.norm("model"), "shared": {"model": model}, "inputs": {"x": features}, "batch_size": size}
+dg.grad_column(frame[:100], loss, **options)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+norms = dg.grad_column(frame, loss, **options)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, repr(float(norms.sum())), len(norms), norms.dtype)
+"""
+
+
+@pytest.mark.slow
+def test_the_matrix_of_rows_by_parameters_never_exists() -> None:
+    """b35, b20: formed in float32 it is 40 GB; all sizes of batches agree."""
+
+    def peak(rows: int, size: int | None) -> tuple[float, float]:
+        done = subprocess.run([sys.executable, "-c", _PEAK, str(rows), str(size)], capture_output=True, text=True, check=True, timeout=300)
+        more, total, count, dtype = done.stdout.split()
+        assert (int(count), dtype) == (rows, "float32")
+        return int(more) / 1024, float(total)
+
+    whole, _ = peak(10_000, None)
+    assert whole < 1000, f"{whole} MB more than at first"  # 40,000 MB
+    sums = [peak(500, size)[1] for size in (1, 3, None)]
+    np.testing.assert_allclose(sums, sums[0], rtol=1e-5)
+
+
+def test_the_size_of_a_pickled_column() -> None:
+    """e08: no model, no frame."""
+    frame, model = table(4, rows=1000), seeded(lambda: nn.Linear(4, 2000))
+    column = dg.grad_column(frame, loss, wrt=dg.norm("model"), shared={"model": model})
+    assert len(pickle.dumps(column)) < 8 * 1000 + 2000
