@@ -148,6 +148,12 @@ class Tied:
     def along(self, vector: Tensor) -> Tensor:
         return self.outer.along(vector) + self.rows.along(vector)
 
+    def total(self, weights: Tensor) -> Tensor:
+        return self.outer.total(weights) + self.rows.total(weights)
+
+    def total_squares(self, weights: Tensor) -> Tensor:
+        return Formed(self.formed()).total_squares(weights)
+
     def at(self, rows: Tensor) -> Tied:
         return Tied(self.outer.at(rows), self.rows.at(rows))
 

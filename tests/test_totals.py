@@ -100,6 +100,15 @@ def test_sums_equal_those_of_the_formed_gradients(carrier: str, engine: str) -> 
     assert_equal(clipped, {name: np.tensordot(scale, g, 1) for name, g in rows.items()})
 
 
+@pytest.mark.parametrize("verb", [dg.mean_gradient, dg.fisher_diagonal])
+def test_sums_come_from_batches(verb: Any) -> None:
+    """engine="vmap" cannot go to the loop where a rule breaks."""
+    model, table = net(), frame(200)
+    found = verb(table, loss, "model", shared={"model": model}, engine="vmap")
+    power = 1 if verb is dg.mean_gradient else 2
+    assert_equal(found, {name: (g**power).mean(0) for name, g in by_hand(model, table).items()})
+
+
 def test_missing_and_failed_rows_do_not_count() -> None:
     table = pd.DataFrame({"x": pd.array([1.0, None, 3.0], dtype="Float64")})
     assert dg.mean_gradient(table, lambda w, x: w * x, "w", shared={"w": torch.tensor(1.0)})["w"] == 2.0
