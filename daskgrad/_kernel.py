@@ -37,6 +37,8 @@ MOST = 262_144
 meet too often; with more nothing is gained, and temporaries leave the cache."""
 BUDGET = 128 * 2**20
 """Bytes that the results of one batch's torch calls may hold; the backward pass needs about as much again."""
+BUDGET_BY_PARAMETERS = 16 * 2**20
+"""The same where layers are differentiated by: their products are large enough to be efficient with few rows, and stay in the cache."""
 STOP_BISECTING = 16
 """Rows that go one by one where one of them fails."""
 
@@ -248,7 +250,8 @@ class _Solver:
     def _choose_size(self, paths: Paths, most: int | None = None) -> None:
         """The rows of the next batch, by what a row of this run has cost; `most` of them at most."""
         if self.job.options.batch_size is None:
-            affordable = BUDGET * len(paths.rows) // max(paths.nbytes, 1)
+            budget = BUDGET_BY_PARAMETERS if self.job.wish.targets else BUDGET
+            affordable = budget * len(paths.rows) // max(paths.nbytes, 1)
             self.size = max(1, min(affordable, most or affordable, MOST * torch.get_num_threads()))
 
     def _batched(self, paths: Paths, fresh: bool, fallback: bool) -> tuple[dict[Derivative, NDArray[Any]], RowMode]:

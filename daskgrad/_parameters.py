@@ -66,7 +66,7 @@ class Outer:
     def squared(self) -> Tensor:
         steps, size_in, size_out = self.a.shape[1], self.a.shape[2], self.b.shape[2]
         if steps == 1:
-            return self.a.square().sum((1, 2)) * self.b.square().sum((1, 2))
+            return _squared(self.a) * _squared(self.b)
         if steps * (size_in + size_out) <= size_in * size_out:
             products = (self.a @ self.a.mT) * (self.b @ self.b.mT)  # (rows, t, t)
             return _unless_cancelled(products.sum((1, 2)), products.diagonal(dim1=1, dim2=2).sum(1), self)
@@ -186,7 +186,8 @@ Make = Callable[["Call", Tensor], Part]  # from the call, and the gradient by it
 
 
 def _squared(gradient: Tensor) -> Tensor:
-    return gradient.abs().square().reshape(len(gradient), -1).sum(1)
+    length: Tensor = torch.linalg.vector_norm(gradient.reshape(len(gradient), -1), dim=1)
+    return length.square()
 
 
 CANCELLED = 1e-3
@@ -343,7 +344,12 @@ def _linear(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor | Non
         a = call.input
         return Outer(a.reshape(len(a), -1, a.shape[-1]), b.reshape(len(b), -1, weight.shape[0]), weight.shape)
 
-    return given["input"], _with_bias({"weight": (weight, of_weight)}, given.get("bias"), lambda b, n: b.reshape(len(b), -1, n).sum(1))
+    return given["input"], _with_bias({"weight": (weight, of_weight)}, given.get("bias"), _summed)
+
+
+def _summed(b: Tensor, count: int) -> Tensor:
+    b = b.reshape(len(b), -1, count)
+    return b[:, 0] if b.shape[1] == 1 else b.sum(1)
 
 
 def _with_bias(wanted: Wanted, bias: Tensor | None, summed: Callable[[Tensor, int], Tensor]) -> Wanted:
