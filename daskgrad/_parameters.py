@@ -61,7 +61,7 @@ class Outer:
     shape: torch.Size
 
     def formed(self) -> Gradient:
-        return torch.einsum("rto,rti->roi", self.b, self.a).reshape(len(self.a), *self.shape)
+        return (self.b.mT @ self.a).reshape(len(self.a), *self.shape)
 
     def squared(self) -> Tensor:
         steps, size_in, size_out = self.a.shape[1], self.a.shape[2], self.b.shape[2]
@@ -364,25 +364,20 @@ def _convolution(dims: int) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple
 
     def make(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor | None, Wanted]:
         given = _bound(names, args, kwargs)
-        weight, padding = given["weight"], given.get("padding", 0)
+        weight = given["weight"]
         if given.get("groups", 1) != 1:
             return None, {}
-        around = [0] * 4
-        if isinstance(padding, str):
-            around = _same(weight.shape[2:], given.get("dilation", 1)) if padding == "same" else around
-            given["padding"] = 0
-        neutral = {"stride": 1, "padding": 0, "dilation": 1}
-        options = {name: _two(given.get(name, value), dims, value) for name, value in neutral.items()}
-        kernel = (1,) * (2 - dims) + tuple(weight.shape[2:])
+        kernel = tuple(weight.shape[2:])
+        stride, dilation = _each(given.get("stride", 1), dims), _each(given.get("dilation", 1), dims)
+        around = _around(given.get("padding", 0), kernel, dilation)
 
         def of_weight(call: Call, b: Tensor) -> Part:
-            a = call.input
-            image = a.reshape(-1, *a.shape[-dims - 1 :])  # (rows · samples, channels, *size)
-            image = F.pad(image.unsqueeze(2) if dims == 1 else image, around)
-            patches = F.unfold(image, kernel, **options).mT  # (rows · samples, t, channels · kernel)
+            rows, image = len(call.input), call.input.reshape(-1, *call.input.shape[-dims - 1 :])  # (rows · samples, channels, *size)
+            patches = _patches(F.pad(image, around), kernel, stride, dilation).mT  # (rows · samples, t, channels · kernel)
             out = b.reshape(-1, weight.shape[0], math.prod(b.shape[-dims:])).mT  # (rows · samples, t, out)
-            rows = len(a)
-            return Outer(patches.reshape(rows, -1, patches.shape[-1]), out.reshape(rows, -1, out.shape[-1]), weight.shape)
+            if len(out) > rows:
+                patches, out = (x.reshape(rows, -1, x.shape[-1]) for x in (patches, out))
+            return Outer(patches, out, weight.shape)
 
         def summed(b: Tensor, count: int) -> Tensor:
             return b.reshape(len(b), -1, count, math.prod(b.shape[-dims:])).sum((1, 3))
@@ -392,21 +387,29 @@ def _convolution(dims: int) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple
     return make
 
 
-def _same(kernel: Sequence[int], dilation: Any) -> list[int]:
-    """What padding="same" puts around an image, from the last axis to the first; of an odd number, more behind."""
-    around = [0] * 4
-    steps = dilation if isinstance(dilation, list | tuple) else (dilation,) * len(kernel)
-    for axis, (size, step) in enumerate(zip(reversed(kernel), reversed(steps), strict=True)):
-        total = step * (size - 1)
-        around[2 * axis : 2 * axis + 2] = [total // 2, total - total // 2]
-    return around
-
-
-def _two(value: Any, dims: int, neutral: int) -> tuple[int, ...]:
-    """An option of a convolution for both axes of an image; a signal is an image of height 1."""
+def _each(value: Any, dims: int) -> tuple[int, ...]:
+    """An option of a convolution, for each axis."""
     sizes = tuple(value) if isinstance(value, list | tuple) else (value,)
-    sizes = sizes * dims if len(sizes) == 1 else sizes
-    return (neutral, *sizes) if dims == 1 else sizes
+    return sizes * dims if len(sizes) == 1 else sizes
+
+
+def _around(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> list[int]:
+    """What a convolution puts around an image, as `F.pad` takes it: from the last axis to the first, before and behind."""
+    both = [(size, size) for size in _each(0 if isinstance(padding, str) else padding, len(kernel))]
+    if padding == "same":  # of an odd number, more behind
+        totals = [step * (size - 1) for size, step in zip(kernel, dilation, strict=True)]
+        both = [(total // 2, total - total // 2) for total in totals]
+    return [size for sizes in reversed(both) for size in sizes]
+
+
+def _patches(image: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
+    """What a kernel sees of each image at every place: (n, channels · kernel, places)."""
+    reach = [step * (size - 1) + 1 for size, step in zip(kernel, dilation, strict=True)]
+    places = [(size - r) // step + 1 for size, r, step in zip(image.shape[2:], reach, stride, strict=True)]
+    inside = image.stride()[2:]
+    strides = [s * n for by in (dilation, stride) for s, n in zip(inside, by, strict=True)]
+    view = image.as_strided((*image.shape[:2], *kernel, *places), (*image.stride()[:2], *strides), image.storage_offset())
+    return view.reshape(len(image), image.shape[1] * math.prod(kernel), math.prod(places))
 
 
 def _embedding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor | None, Wanted]:
@@ -473,6 +476,7 @@ _RULES: dict[Any, Any] = {
     F.linear: _linear,
     torch.conv1d: _convolution(1),
     torch.conv2d: _convolution(2),
+    torch.conv3d: _convolution(3),
     F.embedding: _embedding,
     F.layer_norm: _norm(("input", "normalized_shape", "weight", "bias", "eps"), _plain_layer_norm, channels=False),
     F.rms_norm: _norm(("input", "normalized_shape", "weight", "eps"), _plain_rms_norm, channels=False),
