@@ -2,7 +2,7 @@
 
     solve          a queue of paths, each with its rows
       _batched     one run of fn on a batch; what it cannot do is found out in `_recover`
-      _one_by_one  plain torch.autograd, one row after the other
+      one_by_one   plain torch.autograd, one row after the other
 
 Both engines are judged by the same rules (`_output`, `RowMode`), so they give the same answer or the same error.
 """

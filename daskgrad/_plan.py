@@ -60,6 +60,8 @@ class Plan:
             are expected, but where the result is made at once it may turn out to be vectors.
         bag: parts are lists of records.
         options: the options of the call.
+        columns: the labels of a frame's columns that are read; None: all.
+        version: daskgrad's, where the call was made.
     """
 
     fn: Callable[..., Any]

@@ -13,6 +13,7 @@ from ._captured import modules
 from ._columns import ColumnBuilder
 from ._derivative import Aux, Derivative, Problem, Total, arguments_of
 from ._errors import DaskgradError, GraphError, PlanError, RowError
+from ._kernel import Report
 from ._names import function_name, said
 from ._outputs import Output
 from ._paths import Rows
@@ -25,7 +26,16 @@ from ._warn import slower
 
 @dataclass
 class Result:
-    """The result columns as they fill, and the rows that failed. The kernel's sink."""
+    """The result columns as they fill, and the rows that failed.
+
+    Attributes:
+        plan, part, partition: what is computed, of which rows, and the number of their partition (None in pandas).
+        failures: what went wrong, by position in the part.
+        first: the first position of them.
+        reason: why something ran slower than it could.
+        checkpoint: the state of a shared module that results come from now.
+        reports: what was seen in each group of rows, for `explain`.
+    """
 
     plan: Plan
     part: pd.DataFrame | pd.Series
@@ -34,7 +44,7 @@ class Result:
     first: int | None = None
     reason: str | None = None
     checkpoint: int | None = None
-    reports: list[Any] = field(default_factory=list)
+    reports: list[Report] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         index = self.part.index
@@ -129,7 +139,7 @@ class Result:
         columns = [made[o.label] if o.label in made else self._problems(o, index) for o in self.plan.outputs]
         return self.plan.assemble(columns, index)
 
-    def _problems(self, output: Any, index: pd.Index) -> pd.Series:
+    def _problems(self, output: Output, index: pd.Index) -> pd.Series:
         texts = np.full(len(index), None, dtype=object)
         texts[~self._finite[True]] = "gradient not finite"
         for row, what in self._anomalies.items():

@@ -71,7 +71,7 @@ def _copy(value: Any) -> Any:
 
 
 def _ready(value: Any, device: torch.device) -> Any:
-    """On the device; a module's parameters record no graph, since no derivative by them is asked for."""
+    """On the device, recording no graph: derivatives by a parameter come from its calls and copies (`_parameters`), not from itself."""
     if isinstance(value, nn.Module):
         return value.to(device).requires_grad_(False)
     if isinstance(value, Tensor):
