@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,15 @@ def checkpoints(module: Any, states: Iterable[State]) -> Checkpoints:
 
     Raises:
         PlanError: a state does not fit the module.
+
+    Example:
+        >>> import pandas as pd, torch, daskgrad as dg
+        >>> net = torch.nn.Linear(1, 1, bias=False)
+        >>> early, late = ({"weight": torch.tensor([[w]])} for w in (1.0, 2.0))
+        >>> df = pd.DataFrame({"x": [[3.0]]})
+        >>> dg.grad_column(df, lambda model, x: model(x), wrt="x", shared={"model": dg.checkpoints(net, [early, late])})
+            x[0]   x[1]
+        0  [1.0]  [2.0]
     """
     kept = tuple(dict(state) for state in states)
     if not kept:
@@ -46,8 +56,6 @@ def checkpoints(module: Any, states: Iterable[State]) -> Checkpoints:
 
 def in_state(module: Any, state: State) -> Any:
     """A copy of `module` in `state`."""
-    import copy
-
     loaded = copy.deepcopy(module)
     loaded.load_state_dict(state)
     return loaded

@@ -41,10 +41,18 @@ def grad_column(
             stack columns into a vector, whose gradient comes back as those columns.
         shared: arguments that are the same for every row: `{"model": net}`. A module's floating dtype is the dtype of the
             computation where it differs from the table's.
-        **options: `engine` ("auto", "vmap", "loop"), `batch_size` (rows at once; None chooses), `dtype` (of the computation),
-            `device` ("cpu", "cuda", "auto"), `on_error` ("raise", or "null": a row that fails is missing), `allow_unused` (zeros
-            where no argument asked for reaches the output, instead of an error), `randomness` ("error", "different", "same") with
-            `seed`, `detect_anomaly`.
+        **options: how to compute, the same for every verb:
+
+            - `engine="auto"`: batches under vmap, and row by row what cannot be batched; "vmap" or "loop" alone.
+            - `batch_size=None`: rows computed at once; None chooses so that memory stays bounded.
+            - `dtype=None`: the floating dtype of the computation, results back in the column's; None: that of a shared module,
+              else that of what is read.
+            - `device=None`: where to compute, "cpu" (None), "cuda", "cuda:0", or "auto": a GPU where there is one.
+            - `on_error="raise"`: stop and name the row that failed; "null": its result is missing, the others keep theirs.
+            - `allow_unused=False`: True gives zeros, not an error, where no argument asked for reaches the output.
+            - `randomness="error"`: refuse random draws; "different" draws for each row, "same" once for all rows.
+            - `seed=None`: makes those draws repeatable for the same partitions; None: they follow torch's generator.
+            - `detect_anomaly=False`: True names the operation and the line that made a gradient not finite, as an error.
 
     Returns:
         A Series or DataFrame with `data`'s index. Each column has the label and dtype of what it is taken with respect to: float32
@@ -95,12 +103,14 @@ def derivatives(
             `dg.norm("x")`, `dg.dot("x", v)`, `dg.project("x", k)` reductions; `("x", dg.dot("x", v))` a Hessian times a vector;
             `dg.aux("name")` a further output of `fn`; `dg.problem` what is wrong with the row. By array arguments: gradient vectors,
             Hessian matrices, and of a vector-valued `fn` Jacobians, with axes as in `torch.func`: output, then input.
-
         vector: `fn` returns a vector: values and Jacobians are array cells (output axes, then input axes) in object columns. On
             pandas this is seen by itself; a lazy Dask column must be told, since its dtype is declared before `fn` is called.
 
     Returns:
         A DataFrame with `data`'s index and the names of `wanted`.
+
+    Raises:
+        PlanError, GraphError, RowError: as for `grad_column`. With `dg.problem` among what is wanted, no row raises.
 
     Example:
         >>> import pandas as pd, daskgrad as dg

@@ -116,6 +116,9 @@ def norm(wrt: Any, *, per_layer: bool = False) -> Norm:
             module: `"model"`, a part of it (`"model.head"`), or a glob; the gradient by its parameters is then never formed.
         per_layer: of a shared module: a column for each of its layers, named after it.
 
+    Raises:
+        PlanError: `wrt` names no argument.
+
     Example:
         >>> import pandas as pd, daskgrad as dg
         >>> df = pd.DataFrame({"x": [3.0], "y": [4.0]})
@@ -134,6 +137,9 @@ def dot(wrt: Hashable, vector: Any) -> Dot:
         wrt: the argument.
         vector: the label of a column (text), which holds each row's direction, or a number or array of the argument's shape. By a
             shared module: another module, a checkpoint, or `{parameter: tensor}`; parameters that are not named have direction 0.
+
+    Raises:
+        PlanError: `vector` is neither a label nor numbers.
 
     Example:
         >>> import pandas as pd, daskgrad as dg
@@ -168,9 +174,19 @@ def project(wrt: Any, k: int, seed: int = 0) -> Project:
     other lengths too.
 
     Args:
-        wrt: as for `norm`.
+        wrt: as for `norm`; by shared parameters, one argument.
         k: the length of the result, an array cell.
         seed: which matrix.
+
+    Raises:
+        PlanError: `k` is no number of entries, or `wrt` names no argument.
+
+    Example:
+        >>> import pandas as pd, daskgrad as dg
+        >>> df = pd.DataFrame({"x": [[1.0, 2.0], [1.0, 2.0]]})
+        >>> first, second = dg.grad_column(df, lambda x: (x**2).sum(), wrt=dg.project("x", 3, seed=1))
+        >>> first.shape, bool((first == second).all())
+        ((3,), True)
     """
     if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
         raise PlanError(f"project({wrt!r}, k={k!r}): k is the number of entries to keep, at least 1")
@@ -183,6 +199,15 @@ def aux(name: str, *, array: bool = False) -> Aux:
     Args:
         name: the key.
         array: the extra is an array in each row (an object column), not a number.
+
+    Example:
+        >>> import pandas as pd, daskgrad as dg
+        >>> def f(x):
+        ...     return x**2, {"half": x / 2}
+        >>> dg.derivatives(pd.DataFrame({"x": [1.0, 2.0]}), f, {"slope": "x", "half": dg.aux("half")})
+           slope  half
+        0    2.0   0.5
+        1    4.0   1.0
     """
     return Aux(name, array)
 

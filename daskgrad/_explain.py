@@ -68,6 +68,7 @@ def explain(
     Args:
         data, fn, inputs, shared, **options: as for `grad_column`.
         wrt: as for `grad_column`, or `{name: derivative}` as for `derivatives`.
+        vector: as for `derivatives`.
 
     Returns:
         An `Explanation`: `print` it, or leave it at the end of a notebook's cell. Of Dask data, a few rows of three partitions are

@@ -40,6 +40,9 @@ def gradcheck(
 
     The numeric slope is Richardson's extrapolation of central differences with the steps h and h/2, h = ε^(1/4)·max(1, |x|).
 
+    Raises:
+        PlanError: the call itself makes no sense.
+
     Example:
         >>> import pandas as pd, daskgrad as dg
         >>> dg.gradcheck(pd.DataFrame({"x": [1.0, 2.0]}), lambda x: x**3)[["analytic", "verdict"]].values.tolist()

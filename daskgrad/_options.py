@@ -20,7 +20,19 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class Options:
-    """How to compute. See DESIGN: the meaning of each is part of `grad_column`'s docstring."""
+    """How to compute; `grad_column`'s docstring tells a user what each means.
+
+    Attributes:
+        engine: "auto", "vmap" or "loop".
+        batch_size: rows at once, 1 or more; None: chosen by what a row costs.
+        dtype: a floating dtype that the computation is cast to; None: as the data or a shared module has it.
+        device: as torch writes it, or "auto"; None: the CPU.
+        on_error: "raise", or "null" for a missing result where a row fails.
+        allow_unused: zeros where nothing that was asked for reaches the output.
+        randomness: "error", "different" or "same", as of `torch.vmap`.
+        seed: of random draws; None only where none are allowed, or until the call has chosen one.
+        detect_anomaly: find what made a gradient not finite.
+    """
 
     engine: str = "auto"
     batch_size: int | None = None

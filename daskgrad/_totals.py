@@ -40,7 +40,8 @@ def mean_gradient(
         `.compute()`.
 
     Raises:
-        PlanError: `wrt` names no shared parameter.
+        PlanError: `wrt` names no shared parameter, or the module comes in several states.
+        GraphError, RowError: as for `grad_column`.
 
     Example:
         >>> import pandas as pd, torch, daskgrad as dg
@@ -63,6 +64,12 @@ def fisher_diagonal(
     """The mean over all rows of the squared gradient, element by element: the diagonal of the empirical Fisher information.
 
     `fn` is the negative log-likelihood of one row. Arguments, result and errors as for `mean_gradient`.
+
+    Example:
+        >>> import pandas as pd, torch, daskgrad as dg
+        >>> df = pd.DataFrame({"x": [1.0, 3.0]})
+        >>> dg.fisher_diagonal(df, lambda w, x: w * x, "w", shared={"w": torch.tensor(2.0)})
+        {'w': array(5.)}
     """
     return _total(data, fn, Total(wrt, squares=True), inputs, shared, options, mean=True)
 
@@ -79,7 +86,13 @@ def clipped_sum(
 ) -> Any:
     """The sum over all rows of their gradients, each scaled down to `max_norm` where it is longer (Abadi et al. 2016, arXiv:1607.00133).
 
-    Arguments, result and errors as for `mean_gradient`.
+    Arguments, result and errors as for `mean_gradient`; `max_norm` is a length above 0.
+
+    Example:
+        >>> import pandas as pd, torch, daskgrad as dg
+        >>> df = pd.DataFrame({"x": [1.0, 3.0]})
+        >>> dg.clipped_sum(df, lambda w, x: w * x, "w", max_norm=2.0, shared={"w": torch.tensor(2.0)})
+        {'w': array(3.)}
     """
     if not max_norm > 0:
         raise PlanError(f"max_norm={max_norm!r} is not possible: a length above 0")
@@ -134,6 +147,9 @@ def parameter_slices(shared: Mapping[str, Any], wrt: str) -> dict[str, slice]:
 
     Returns:
         `{parameter path: slice}`, in order; the gradient of each is flattened in row-major order.
+
+    Raises:
+        PlanError: `wrt` names no shared parameter.
 
     Example:
         >>> import torch, daskgrad as dg
