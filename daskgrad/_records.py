@@ -16,30 +16,23 @@ if TYPE_CHECKING:
     from ._plan import Plan
 
 
-class _Absent:
-    """Stands where a record lacks a key."""
+class _Mark:
+    """Stands in a cell; the same object again after a pickle, found by its name in this module."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def __repr__(self) -> str:
-        return "absent"
+        return self._name.lower()
 
     def __reduce__(self) -> str:
-        return "ABSENT"
+        return self._name
 
 
-ABSENT = _Absent()
-
-
-class _Default:
-    """Stands where a record lacks a key and the row function is called without that argument."""
-
-    def __repr__(self) -> str:
-        return "default"
-
-    def __reduce__(self) -> str:
-        return "DEFAULT"
-
-
-DEFAULT = _Default()
+ABSENT = _Mark("ABSENT")
+"""Stands where a record lacks a key."""
+DEFAULT = _Mark("DEFAULT")
+"""Stands where a record lacks a key and the row function is called without that argument."""
 
 
 def frame_of(plan: Plan, records: list[Any]) -> pd.DataFrame:
@@ -47,7 +40,7 @@ def frame_of(plan: Plan, records: list[Any]) -> pd.DataFrame:
     if plan.form == "row":
         keys = dict.fromkeys(key for record in records if isinstance(record, Mapping) for key in record)
         columns: dict[Hashable, list[Any]] = {
-            key: [_of_key(record, key, ABSENT) for record in records] for key in [*keys, *(n for n in plan.named if n not in keys)]
+            key: [_of_key(record, key) for record in records] for key in [*keys, *(n for n in plan.named if n not in keys)]
         }
     else:
         columns = {}
@@ -77,7 +70,7 @@ def _cell(record: Any, argument: Input, column: Hashable, named: Collection[Hash
 
 def _look_up(record: Any, argument: Input, column: Hashable) -> Any:
     if isinstance(record, Mapping):
-        return _of_key(record, column, ABSENT)
+        return _of_key(record, column)
     if argument.position is None:
         return _of_label(record, column, argument.stacked)
     if isinstance(record, tuple):
@@ -94,8 +87,8 @@ def _of_label(record: Any, label: Hashable, stacked: bool) -> Any:
     return getattr(record, str(label)) if label in getattr(record, "_fields", ()) else ABSENT
 
 
-def _of_key(record: Any, key: Hashable, otherwise: Any) -> Any:
-    return record[key] if isinstance(record, Mapping) and key in record else otherwise
+def _of_key(record: Any, key: Hashable) -> Any:
+    return record[key] if isinstance(record, Mapping) and key in record else ABSENT
 
 
 def empty_of(records: list[Any], arguments: Iterable[Input]) -> pd.DataFrame:
