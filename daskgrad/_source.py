@@ -34,21 +34,30 @@ class Source:
 
 def dtype_of(source: Source, column: Hashable) -> Any:
     """The dtype of a column; None where a Bag does not tell."""
-    if source.kind == "series":
-        return source.empty.dtype
-    if source.labels is None and column not in source.empty.columns:
+    if source.labels is None and column not in source.empty:
         return None
-    found: Any = source.empty[column]  # type: ignore[call-overload]
+    return column_of(source.empty, column).dtype
+
+
+def column_of(data: Any, label: Hashable) -> pd.Series:
+    """The one column of that label; of a Series, itself.
+
+    Raises:
+        PlanError: there are several.
+    """
+    found: pd.Series | pd.DataFrame = data if isinstance(data, pd.Series) else data[label]
     if isinstance(found, pd.DataFrame):
-        raise PlanError(f"the column label {column!r} stands {found.shape[1]} times in the data: rename one of them")
-    return found.dtype
+        raise PlanError(f"the column label {label!r} stands {found.shape[1]} times in the data: rename one of them")
+    return found
 
 
 def gradient_dtype_of(source: Source, column: Hashable) -> Any:
+    """The dtype of a gradient by a column; float64 where a Bag does not tell."""
     dtype = dtype_of(source, column)
     return np.dtype("float64") if dtype is None else _dtypes.gradient_dtype(dtype)
 
 
 def differentiable(source: Source, column: Hashable) -> bool:
+    """Whether a column's dtype can be differentiated, as far as it tells."""
     dtype = dtype_of(source, column)
     return dtype is None or _dtypes.refusal(dtype) is None

@@ -19,6 +19,7 @@ from ._derivative import Dot, directions_of
 from ._errors import GraphError, PlanError
 from ._paths import Rows
 from ._plan import Plan
+from ._source import column_of
 
 
 @dataclass(frozen=True)
@@ -39,18 +40,13 @@ class Table:
     def argument(self, argument: Input) -> Cells | Stacked:
         """The cells of a column argument."""
         if argument.name not in self._cells:
-            found = [_read(self.column(column), column) for column in argument.columns]
+            found = [_read(self.column(column)) for column in argument.columns]
             self._cells[argument.name] = Stacked(found) if argument.stacked else found[0]
         return self._cells[argument.name]
 
     def column(self, label: Hashable) -> pd.Series:
         """The column of that label, of which there must be one."""
-        if isinstance(self.part, pd.Series):
-            return self.part
-        found = self.part[label]
-        if isinstance(found, pd.DataFrame):
-            raise PlanError(f"the column label {label!r} stands {found.shape[1]} times in the data: rename one of them")
-        return found
+        return column_of(self.part, label)
 
     def groups(self) -> Iterator[Group]:
         """The rows in which nothing is missing, by what their cells are."""
@@ -78,11 +74,12 @@ class Table:
         digest.update(np.ascontiguousarray(pd.util.hash_pandas_object(self.part.index.to_series(), index=False)).tobytes())
         names = [self.part.name] if isinstance(self.part, pd.Series) else list(dict.fromkeys(self.part.columns))
         for name in names:
-            digest.update(_content(_read(self.column(name), name)))
+            digest.update(_content(_read(self.column(name))))
         return int.from_bytes(digest.digest(), "little") >> 1
 
 
-def _read(series: pd.Series, label: Hashable) -> Cells:
+def _read(series: pd.Series) -> Cells:
+    """What a column holds; what cannot be read is a mistake of the call."""
     try:
         return _cells.read(series)
     except GraphError:
@@ -93,6 +90,7 @@ def _read(series: pd.Series, label: Hashable) -> Cells:
 
 
 def _content(cells: Cells) -> bytes:
+    """The cells as bytes, equal for equal columns."""
     codes = np.zeros(len(cells), np.intp) if cells.codes is None else cells.codes
     if cells.missing is not None:
         codes = np.where(cells.missing, -1, codes)
@@ -126,11 +124,11 @@ class Stacked:
         static = next((kind for kind in kinds if isinstance(kind, StaticKind)), None)
         if static is not None:
             return static
-        shapes = {kind.shape for kind in kinds}  # type: ignore[union-attr]
+        arrays = [kind for kind in kinds if isinstance(kind, ArrayKind)]
+        shapes = {kind.shape for kind in arrays}
         if len(shapes) > 1:
             raise PlanError(f"columns that are stacked into one vector hold cells of different shapes: {sorted(shapes)}")
-        dtype = np.result_type(*[kind.dtype for kind in kinds])  # type: ignore[union-attr]
-        return ArrayKind(dtype, (len(kinds), *shapes.pop()))
+        return ArrayKind(np.result_type(*[kind.dtype for kind in arrays]), (len(arrays), *shapes.pop()))
 
     def take(self, rows: Rows | slice) -> NDArray[Any]:
         parts = [part.take(rows) for part in self.parts]
