@@ -123,7 +123,8 @@ def by_vmap(task: Task, module: Any, rows: int, size: int) -> Tensor:
         return value
 
     def norm(x: Tensor, y: Tensor) -> Tensor:
-        return torch.stack([g.norm() for g in grad(of_row)(parameters, x, y).values()]).norm()
+        length: Tensor = torch.stack([g.norm() for g in grad(of_row)(parameters, x, y).values()]).norm()
+        return length
 
     return torch.cat([vmap(norm)(x, y) for x, y in task.batches(rows, size)])
 
