@@ -22,6 +22,7 @@ import numpy as np
 import pandas as pd
 
 from . import _ship
+from ._blob import LARGE, Blob, plan_key
 from ._errors import DaskgradError, EngineWarning, fit_to_travel
 from ._warn import one_call
 
@@ -83,12 +84,21 @@ class Parcel:
             self._chosen[labels] = self._plan.only(labels)
         return self._chosen[labels]
 
-    @functools.cached_property
     def node(self) -> Any:
-        """The one copy of the bytes in a graph, as a Delayed."""
+        """The one copy of the plan in a graph, as a Delayed. Workers of the current client have a large one already."""
+        if isinstance(self._load, Blob):
+            self._load.announce()
+        return self._delayed
+
+    @functools.cached_property
+    def _delayed(self) -> Any:
         from dask.delayed import delayed
 
-        return delayed(self.data, name=f"plan-{self.digest}", pure=True, traverse=False)
+        return delayed(self._load, name=plan_key(_ship.identity(self.data)), pure=True, traverse=False)
+
+    @functools.cached_property
+    def _load(self) -> bytes | Blob:
+        return Blob(self.data, _ship.DIGEST) if len(self.data) > LARGE else self.data
 
 
 def frame(data: Any, plan: Plan, *, as_expression: bool = True) -> Any:
@@ -137,10 +147,11 @@ def bag(data: Any, plan: Plan) -> Any:
     _settle_threads()
     name = f"{parcel.title}-{tokenize(data.name, parcel.digest)}"
     graph = dict(data.__dask_optimize__(data.dask, data.__dask_keys__()))
-    graph[parcel.node.key] = parcel.data
+    node = parcel.node()
+    graph.update(node.dask)
     keys = [(name, number) for number in range(data.npartitions)]
     for key in keys:
-        part, parcel_ref = TaskRef((data.name, key[1])), TaskRef(parcel.node.key)
+        part, parcel_ref = TaskRef((data.name, key[1])), TaskRef(node.key)
         graph[key] = Task(key, operator.call, _opened_shim(), part, parcel_ref, None, {"number": key[1]})
     layer = HighLevelGraph.from_collections(name, graph, dependencies=())
     parts = [Delayed(key, layer, layer=name) for key in keys]
@@ -194,7 +205,7 @@ def mapped(data: Any, parcel: Parcel, labels: tuple[Hashable, ...] | None) -> An
     choice = None if labels is None else pickle.dumps(labels)
     meta = parcel.plan(labels).meta(data._meta)
     options = {"enforce_metadata": False, "transform_divisions": False, "token": parcel.title}
-    return data.map_partitions(_pipe(), _opened_shim(), parcel.node, choice, meta=meta, **options)
+    return data.map_partitions(_pipe(), _opened_shim(), parcel.node(), choice, meta=meta, **options)
 
 
 def _parcel(data: bytes) -> Parcel:
@@ -240,12 +251,12 @@ def _warn_slower(error: ImportError) -> None:
 # -------------------------------------------------------------------------------- in a task
 
 
-def run_part(part: Any, parcel: bytes, choice: bytes | None, partition_info: dict[str, Any] | None) -> pd.Series | pd.DataFrame:
+def run_part(part: Any, parcel: bytes | Blob, choice: bytes | None, partition_info: dict[str, Any] | None) -> pd.Series | pd.DataFrame:
     """One partition in a task.
 
     Args:
         part: the partition: pandas, or any iterable of records from a Bag.
-        parcel: the packed plan.
+        parcel: the packed plan, or the ticket for it.
         choice: the labels of the result columns that are wanted, pickled; None: all.
         partition_info: what Dask tells about the partition; its number is used in messages only.
     """
@@ -254,7 +265,7 @@ def run_part(part: Any, parcel: bytes, choice: bytes | None, partition_info: dic
         plan = _ship.unpack(parcel)
         if choice is not None:
             plan = plan.only(pickle.loads(choice))
-        with _one_thread(), one_call(parcel[: _ship.DIGEST]):
+        with _one_thread(), one_call(_ship.identity(parcel)):
             return plan.run(_as_pandas(plan, part), number)
     except DaskgradError as error:
         problem = error
@@ -265,7 +276,7 @@ def run_part(part: Any, parcel: bytes, choice: bytes | None, partition_info: dic
     if threading.current_thread() is not threading.main_thread():
         from ._ambient import drain
 
-        drain(parcel[: _ship.DIGEST], problem)
+        drain(_ship.identity(parcel), problem)
     raise problem
 
 

@@ -23,6 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
+from ._blob import Blob, fetch, is_ticket
 from ._errors import GraphError, PlanError
 from ._lines import arrived, files_of
 
@@ -57,19 +58,43 @@ def pack(plan: Plan, captured: Mapping[str, Any] | None = None) -> bytes:
     raise _unshippable(problem, given)
 
 
-def unpack(parcel: bytes) -> Plan:
+def unpack(parcel: bytes | Blob) -> Plan:
     """The plan in `parcel`: each thread has a copy of its own, opened once and then kept.
 
     Modules are not safe to share between threads, and opening a large model for every partition is slow.
 
+    Args:
+        parcel: what `pack` made; or the ticket that travelled in its place, whose plan this process then has.
+
     Raises:
         PlanError: another daskgrad or torch here than where it was packed, or something that it needs is missing here.
     """
-    plan: Plan | None = _kept.get(parcel[:DIGEST])
+    plan: Plan | None = _kept.get(identity(parcel))
     if plan is None:
-        plan = _opened(parcel)
-        _kept.put(parcel[:DIGEST], plan, len(parcel))
+        whole = _whole(parcel)
+        plan = _opened(whole)
+        _kept.put(identity(parcel), plan, len(whole))
     return plan
+
+
+def identity(parcel: bytes | Blob) -> bytes:
+    """The digest of the plan's content: equal for equal calls."""
+    return parcel.digest if isinstance(parcel, Blob) else parcel[:DIGEST]
+
+
+def _whole(parcel: bytes | Blob) -> bytes:
+    if isinstance(parcel, Blob):
+        return parcel.data
+    if not is_ticket(parcel, DIGEST):
+        return parcel
+    found = fetch(parcel, DIGEST, _worker())
+    if found is None:
+        raise PlanError(
+            f"The row function and its shared arguments are no longer on {here()}: they are kept there as long as the "
+            "column that needs them, and that column or its client is gone. Make the column again and keep it until "
+            "the computation is done."
+        )
+    return found
 
 
 def here() -> str:
