@@ -133,7 +133,12 @@ def test_case_c12_also_to_workers_that_restart_or_join_late(tmp_path: Path) -> N
     from distributed import Client, LocalCluster
 
     strict = {"distributed.admin.large-graph-warning-threshold": "1 MB"}
-    place: dict[str, Any] = {"threads_per_worker": 1, "host": "127.0.0.1", "dashboard_address": "127.0.0.1:0", "worker_dashboard_address": None}
+    place: dict[str, Any] = {
+        "threads_per_worker": 1,
+        "host": "127.0.0.1",
+        "dashboard_address": "127.0.0.1:0",
+        "worker_dashboard_address": None,
+    }
     with dask.config.set(strict), LocalCluster(n_workers=2, silence_logs=50, **place) as local, Client(local) as client:
         made = column(model(tmp_path))
         assert computed(made)
