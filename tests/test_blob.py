@@ -84,7 +84,12 @@ def computed(made: Any, **options: Any) -> bool:
 
 def on_each_worker(client: Any, made: Any) -> bool:
     """The whole column on each worker by itself: left to choose, Dask may give all parts to one."""
-    return all(right(client.compute(made, workers=[address]).result()) for address in client.run(os.getpid))
+
+    def on(address: str) -> bool:
+        assert until(lambda: not client.who_has()), "parts of the computation before would be taken as they are"
+        return right(client.compute(made, workers=[address]).result())
+
+    return all(on(address) for address in client.run(os.getpid))
 
 
 def plugins(client: Any) -> list[list[str]]:
