@@ -186,8 +186,16 @@ Make = Callable[["Call", Tensor], Part]  # from the call, and the gradient by it
 
 
 def _squared(gradient: Tensor) -> Tensor:
-    length: Tensor = torch.linalg.vector_norm(gradient.reshape(len(gradient), -1), dim=1)
-    return length.square()
+    flat = gradient.reshape(len(gradient), -1)
+    whole = flat.shape[1] // PIECE * PIECE
+    squared: Tensor = torch.linalg.vector_norm(flat[:, whole:], dim=1).square()
+    if whole:
+        squared = squared + torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (-1, PIECE)), dim=2).square().sum(1)
+    return squared
+
+
+PIECE = 4096
+"""Elements whose squares are summed one after the other: in float32 the digits of longer sums are lost (`sum` itself adds in pairs)."""
 
 
 CANCELLED = 1e-3
