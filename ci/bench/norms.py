@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from backpack import backpack, extend
-from backpack.extensions import BatchL2Grad
+from backpack import backpack, extend  # type: ignore[import-untyped]
+from backpack.extensions import BatchL2Grad  # type: ignore[import-untyped]
 from harness import Arm, Workload
 from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping  # type: ignore[import-untyped]
 from torch import Tensor, nn
