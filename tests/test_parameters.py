@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import dask
@@ -924,6 +926,20 @@ def test_the_matrix_of_rows_by_parameters_never_exists() -> None:
     assert whole < 1000, f"{whole} MB more than at first"  # 40,000 MB
     sums = [peak(500, size)[1] for size in (1, 3, None)]
     np.testing.assert_allclose(sums, sums[0], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_flipped_labels_are_found() -> None:
+    """What `ci/mislabelled.py` prints is far above chance."""
+    script = Path(__file__).parents[1] / "ci" / "mislabelled.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=300)
+    accuracy, precision, area = (
+        float(re.search(pattern, done.stdout)[1])  # type: ignore[index]
+        for pattern in (r"right on ([\d.]+)%", r"gradient norm (\d+)%", r"AUC (\d\.\d+)")
+    )
+    assert accuracy > 95
+    assert precision > 75  # 5 by chance
+    assert area > 0.98
 
 
 def test_the_size_of_a_pickled_column() -> None:
