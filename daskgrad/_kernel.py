@@ -63,33 +63,6 @@ class Sink(Protocol):
 
 
 @dataclass
-class Job:
-    """Rows that are alike: equal shapes, dtypes and static values.
-
-    Attributes:
-        rows: positions in the part.
-        arrays: the column arguments (and directions) of some rows, each (rows, *shape), fresh and writable.
-        call: calls the row function with tensors for the column arguments.
-        wish: what is wanted of each row.
-        directions: those that are the same for every row.
-        seed: where random draws of these rows begin.
-        scripted: TorchScript in `fn` reads values, which only a dispatch mode sees.
-        report: what was seen, for `explain`.
-    """
-
-    rows: Rows
-    arrays: Callable[[Rows], Arrays]
-    call: Call
-    wish: Wish
-    options: Options
-    device: torch.device
-    directions: Mapping[Dot, Tensor] = field(default_factory=dict)
-    seed: int = 0
-    scripted: bool = False
-    report: Report = field(default_factory=lambda: Report())
-
-
-@dataclass
 class Report:
     """What was seen while rows were solved.
 
@@ -115,6 +88,33 @@ class Report:
     own: list[str] = field(default_factory=list)
 
 
+@dataclass
+class Job:
+    """Rows that are alike: equal shapes, dtypes and static values.
+
+    Attributes:
+        rows: positions in the part.
+        arrays: the column arguments (and directions) of some rows, each (rows, *shape), fresh and writable.
+        call: calls the row function with tensors for the column arguments.
+        wish: what is wanted of each row.
+        directions: those that are the same for every row.
+        seed: where random draws of these rows begin.
+        scripted: TorchScript in `fn` reads values, which only a dispatch mode sees.
+        report: what was seen, for `explain`.
+    """
+
+    rows: Rows
+    arrays: Callable[[Rows], Arrays]
+    call: Call
+    wish: Wish
+    options: Options
+    device: torch.device
+    directions: Mapping[Dot, Tensor] = field(default_factory=dict)
+    seed: int = 0
+    scripted: bool = False
+    report: Report = field(default_factory=Report)
+
+
 def solve(job: Job, sink: Sink) -> None:
     """Put the derivatives of all rows of `job` into `sink`."""
     solver = _Solver(job, sink)
@@ -126,18 +126,35 @@ def solve(job: Job, sink: Sink) -> None:
 
 @dataclass
 class _Solver:
+    """The rows of a job that are still to be solved, and what the runs so far have taught.
+
+    Attributes:
+        queue: the rows of each path, by the answers that lead to it.
+        apart: parts of a batch that failed, never merged again.
+        size: rows of the next batch.
+        fresh: buffers that `fn` makes are each row's own.
+        fallback: torch may loop over the rows inside an operation without a batching rule.
+        changed: the last look for settings has changed one of these two.
+        hopeless: the paths that cannot run as a batch, and why.
+        false_alarms: batches that failed although each of their rows is well.
+        seen: rows that have begun.
+        own: the parameters of which each row has its own copy.
+        walked: the paths of which batches have come to their end.
+    """
+
     job: Job
     sink: Sink
     queue: dict[Answers, list[Rows]] = field(default_factory=dict)
-    apart: list[tuple[Answers, Rows]] = field(default_factory=list)  # parts of a batch that failed, never merged again
+    apart: list[tuple[Answers, Rows]] = field(default_factory=list)
     size: int = PROBE
     fresh: bool = False
     fallback: bool = False
+    changed: bool = False
     hopeless: dict[Answers, str] = field(default_factory=dict)
     false_alarms: int = 0
     seen: int = 0
     own: frozenset[str] = frozenset()
-    taken: set[Answers] = field(default_factory=set)
+    walked: set[Answers] = field(default_factory=set)
 
     # --- the queue of paths
 
@@ -236,14 +253,16 @@ class _Solver:
         # MissingCell: these rows have no result
 
     def _note(self, paths: Paths) -> None:
+        """For `explain`."""
         report = self.job.report
         report.batched += len(paths.remaining)
-        self.taken.add(tuple(paths.answers))
-        report.paths = len(self.taken)
+        self.walked.add(tuple(paths.answers))
+        report.paths = len(self.walked)
         report.batch_size = self.size
         report.bytes_per_row = max(report.bytes_per_row, paths.nbytes // len(paths.rows))
 
     def _part(self, paths: Paths) -> None:
+        """Come back for the rows that have left the path."""
         for answers, rows in paths.left:
             self._push(answers, rows)
 
@@ -302,7 +321,7 @@ class _Solver:
         good = self._good_row(rows)
         if good is not None and not self._find_settings(answers, good, error):
             self._give_up(answers, rows, f"{type(error).__name__}: {_first_line(error)}")
-        elif good is not None and self._settings_changed:
+        elif good is not None and self.changed:
             self.apart.append((answers, rows))
         elif len(rows) == 1:
             self._only_row(int(rows[0]), error)
@@ -316,7 +335,7 @@ class _Solver:
         self.false_alarms += 1  # all of them are well: it was the batch that failed
         if self.false_alarms > 4 or len(rows) == len(self.job.rows):
             good = int(rows[0])
-            if self._find_settings(answers, good, error) and self._settings_changed:
+            if self._find_settings(answers, good, error) and self.changed:
                 self.false_alarms = 0
             else:
                 self._give_up(answers, rows[:0], f"{type(error).__name__}: {_first_line(error)}")
@@ -344,7 +363,7 @@ class _Solver:
     def _find_settings(self, answers: Answers, good: int, error: Exception) -> bool:
         """Whether a batch of a row that is well can run: as it is, with torch's slow batching rules, with own buffers."""
         before = (self.fresh, self.fallback)
-        self._settings_changed = False
+        self.changed = False
         pair = np.array([good, good])
         for fresh, fallback in dict.fromkeys([before, (before[0], True), (True, before[1]), (True, True)]):
             try:
@@ -359,14 +378,12 @@ class _Solver:
                 continue
             if mode.raised is not None:
                 continue
-            self._settings_changed = (fresh, fallback) != before
+            self.changed = (fresh, fallback) != before
             self.fresh, self.fallback = fresh, fallback
             if fallback and not before[1]:
                 self.sink.slower(f"torch has no batching rule for an operation and loops over rows inside: {_first_line(error)}")
             return True
         return False
-
-    _settings_changed: bool = False
 
     def _give_up(self, answers: Answers, rows: Rows, why: str) -> None:
         """Rows on this path go one by one."""
