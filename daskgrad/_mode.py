@@ -84,8 +84,8 @@ class RowMode(TorchFunctionMode):
         try:
             if handler is not None:
                 result = handler(self, func, args, kwargs)
-            elif self.fresh and func in _FACTORIES:
-                result = self.own(func(*args, **kwargs))
+            elif func in _FACTORIES:
+                result = _buffer(self, func, args, kwargs)
             else:
                 result = func(*args, **kwargs)
         except GraphError:
@@ -335,17 +335,26 @@ def _tensors_in(data: Any) -> Iterator[Tensor]:
             yield from _tensors_in(item)
 
 
+def _differ(mode: RowMode, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a tensor among the arguments differs from row to row."""
+    return any(mode.of_rows(tensor) is not None for tensor in _tensors_in([*args, *kwargs.values()]))
+
+
+def _buffer(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a call makes anew: each row's own, where rows are to write into it."""
+    result = func(*args, **kwargs)
+    return mode.own(result) if mode.fresh else result
+
+
 def _literal(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`torch.tensor(data)`, `x.new_tensor(data)`: copies values, never the graph."""
     data = kwargs["data"] if "data" in kwargs else args[-1] if args else None
-    tensors = list(_tensors_in(data))
-    if any(mode.differentiated(tensor) for tensor in tensors):
+    if any(mode.differentiated(tensor) for tensor in _tensors_in(data)):
         mode.refuse(f"{func.__name__}()")
-    if any(mode.of_rows(tensor) is not None for tensor in tensors):
+    if _differ(mode, [data], {}):
         made = _stacked(data)
         return made.to(kwargs["dtype"]) if kwargs.get("dtype") is not None else made
-    result = func(*args, **kwargs)
-    return mode.own(result) if mode.fresh else result
+    return _buffer(mode, func, args, kwargs)
 
 
 def _stacked(data: Any) -> Tensor:
@@ -373,8 +382,7 @@ def _of_list_in_self(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: di
     """`x.new([y])`: cuts the graph of what is in the list."""
     if any(mode.differentiated(tensor) for item in args[1:] if not isinstance(item, Tensor) for tensor in _tensors_in(item)):
         mode.refuse("new()")
-    result = func(*args, **kwargs)
-    return mode.own(result) if mode.fresh else result
+    return _buffer(mode, func, args, kwargs)
 
 
 def _takes_numbers(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -382,8 +390,7 @@ def _takes_numbers(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict
     numbers = args[1:] if func in (torch.full_like, Tensor.new_full) else args
     if any(mode.differentiated(value) for value in [*numbers, *kwargs.values()]):
         mode.refuse(f"{func.__name__}()")
-    result = func(*args, **kwargs)
-    return mode.own(result) if mode.fresh else result
+    return _buffer(mode, func, args, kwargs)
 
 
 # --- attributes that vmap hides ---------------------------------------------------------------------------------------
@@ -404,7 +411,7 @@ def _of_bottom(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _never_batched(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if any(mode.of_rows(tensor) is not None for tensor in _tensors_in([*args, *kwargs.values()])):
+    if _differ(mode, args, kwargs):
         mode.unbatchable(f"torch's {func.__name__} would take a batch for a constant")
     return func(*args, **kwargs)
 
@@ -418,7 +425,7 @@ def _strided(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _select_scatter(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`torch.select_scatter` by its meaning: the gradient of torch's own is silently wrong where a batch is differentiated."""
-    if all(mode.of_rows(tensor) is None for tensor in _tensors_in([*args, *kwargs.values()])):
+    if not _differ(mode, args, kwargs):
         return func(*args, **kwargs)
     given = dict(zip(("input", "src", "dim", "index"), args, strict=False)) | kwargs
     whole, dim, index = given["input"], given["dim"], given["index"]
@@ -544,7 +551,7 @@ def _places(mode: RowMode, mask: Tensor, shape: Sequence[int]) -> Tensor:
 
 def _recur(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A recurrent layer or cell by its formula, where anything in it differs from row to row."""
-    if kwargs or all(mode.of_rows(tensor) is None for tensor in _tensors_in(args)):
+    if kwargs or not _differ(mode, args, kwargs):
         return func(*args, **kwargs)
     name = func.__name__
     if not name.endswith("cell") and _recurrent.drops(args):
@@ -555,7 +562,7 @@ def _recur(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _attend(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Attention by its formula: the fused kernel has no batching rule."""
-    if all(mode.of_rows(tensor) is None for tensor in _tensors_in([*args, *kwargs.values()])):
+    if not _differ(mode, args, kwargs):
         return func(*args, **kwargs)
     return torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0]
 
