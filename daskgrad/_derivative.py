@@ -223,10 +223,16 @@ def parse(wish: object, name: Hashable) -> Derivative:
     elif isinstance(wish, str | Dot):
         return (wish,)
     raise PlanError(
-        f"{name!r} asks for {wish!r}, which is no derivative: a part of it names no argument. Possible: () the value, 'x' first "
-        "order, ('x', 'y') by x then by y, "
-        "dg.norm('x'), dg.dot('x', v), dg.project('x', k), dg.aux('name'), dg.problem."
+        f"{name!r} asks for {_shown(wish)}, which is no derivative: a part of it names no argument (only dg.dot can be a step of an "
+        "order). Possible: () the value, 'x' first order, ('x', 'y') by x then by y, dg.norm('x'), dg.dot('x', v), dg.project('x', k), "
+        "dg.aux('name'), dg.problem."
     )
+
+
+def _shown(wish: object) -> str:
+    if isinstance(wish, tuple):
+        return f"({', '.join(_shown(step) for step in wish)})"
+    return str(wish) if isinstance(wish, Dot | Norm | Project | Aux) else repr(wish)
 
 
 def orders_of(derivative: Derivative) -> tuple[Order, ...]:

@@ -218,7 +218,7 @@ def _engine(plan: Plan, reports: Sequence[Report], reason: str | None) -> list[t
         )
     if reason:
         lines.append(("slower", reason))
-    if looped and plan.options.engine != "loop":
+    if reason and plan.options.engine != "loop":
         lines.append(("faster", "torch operations that vmap can batch, and torch.where instead of values that differ in every row"))
     return lines
 

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from ._column import derivatives, plan_of
 from ._derivative import problem
+from ._errors import PlanError
+from ._names import listing
 from ._plan import Plan
 from ._records import objects
 from ._sample import few_rows
@@ -53,6 +55,11 @@ def gradcheck(
         sample, inputs = _frame_of_records(data, sample, fn, wrt, inputs, shared, options)
     options["on_error"] = "null"
     plan = plan_of(sample, fn, wrt, inputs=inputs, shared=shared, **options)
+    if plan.parameters:
+        raise PlanError(
+            f"gradcheck holds derivatives by columns against differences, and {listing(plan.parameters)} is a shared argument: ask for "
+            f"{listing(argument.name for argument in plan.inputs)}, or compare engine='loop' with engine='vmap'"
+        )
     check = _Check(sample, fn, plan, {"inputs": inputs, "shared": shared, **options})
     return check.table()
 
@@ -138,7 +145,12 @@ class _Check:
         h = self.eps**0.25 * np.maximum(1.0, np.abs(cells))
         shifts = np.concatenate([s * np.diag(h) for s in (-1, -0.5, 0.5, 1)] + [np.zeros((1, count))])  # (4·elements + 1, elements)
         values = self._values(row, name, cells + shifts)
-        below, low, high, above = values[:-1].reshape(4, count)
+        with np.errstate(invalid="ignore"):  # inf - inf: the verdict says that it is not finite
+            return self._differences(values, h)
+
+    @staticmethod
+    def _differences(values: NDArray[np.float64], h: NDArray[np.float64]) -> NDArray[np.float64]:
+        below, low, high, above = values[:-1].reshape(4, len(h))
         middle = values[-1]
         wide, narrow = (above - below) / (2 * h), (high - low) / h
         bend = (above - 2 * middle + below) / h  # halves with the step where fn is smooth, and stays at a kink

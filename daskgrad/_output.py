@@ -84,6 +84,11 @@ def _value(result: Any, wish: Wish, device: torch.device) -> Tensor:
         raise TypeError("the row function returned a complex number: a gradient needs a real one, such as abs() or .real")
     if result.shape == (1,) or (result.numel() == 1 and not wish.vectors):
         return result.reshape(())
+    if result.dim() and wish.targets:
+        raise TypeError(
+            f"the row function returned a tensor of shape {tuple(result.shape)}, and a gradient by parameters needs one number: reduce "
+            "it, as by sum()"
+        )
     if result.dim() and not wish.vectors:
         raise TypeError(
             f"the row function returned a tensor of shape {tuple(result.shape)}, and a gradient needs one number: reduce it, as by "
@@ -93,7 +98,12 @@ def _value(result: Any, wish: Wish, device: torch.device) -> Tensor:
 
 
 def _extra(value: Any, device: torch.device) -> Tensor:
-    return value.detach() if isinstance(value, Tensor) else torch.as_tensor(value, device=device)
+    if isinstance(value, Tensor):
+        return value.detach()
+    try:
+        return torch.as_tensor(value, device=device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"a further output is {value!r:.60}, a {type(value).__name__}: numbers and arrays are possible") from error
 
 
 def derived(
@@ -118,11 +128,7 @@ def derived(
     if not (reached or used or wish.allow_unused) and (wish.named or wish.targets):
         sources = [*leaves.values(), *(uses.wanted() if uses is not None else ())]
         if not (differentiable and reaches(value, sources)):
-            raise GraphError(
-                f"no argument that was asked for ({', '.join(map(str, [*wish.named, *wish.shared]))}) reaches what the row function "
-                "returned: it is a constant there (a comparison, a branch, or one side of max()?). Where its slope is meant to be zero, "
-                "write torch.clamp(x, min=0) and the like, or ask for zeros with allow_unused=True."
-            )
+            raise GraphError(_unreached(wish))
     found: dict[Derivative, Tensor] = dict(zip(wish.extras, extras, strict=True))
     like = source if lead else source[None]
     for derivative in wish.derivatives:
@@ -136,6 +142,17 @@ def derived(
         elif isinstance(derivative, tuple):
             found[derivative] = orders[derivative]
     return found
+
+
+def _unreached(wish: Wish) -> str:
+    asked = ", ".join(map(str, [*wish.named, *wish.shared]))
+    why = "a comparison, a branch, or one side of max()?"
+    if wish.targets:
+        why = "is another module used than the argument, or this one under no_grad or with detach()?"
+    return (
+        f"no argument that was asked for ({asked}) reaches what the row function returned: it is a constant there ({why}). Where its "
+        "slope is meant to be zero, write torch.clamp(x, min=0) and the like, or ask for zeros with allow_unused=True."
+    )
 
 
 def _of_parameters(value: Tensor, uses: Uses, lead: int) -> tuple[dict[str, list[_parameters.Part]], bool]:

@@ -44,6 +44,13 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
             yield from _tensors(f"{name}.{key}", item)
 
 
+def names_in(shared: Mapping[str, Any]) -> list[str]:
+    """Every tensor of shared arguments by path, buffers and tied parameters too."""
+    modules = {name: value for name, value in shared.items() if isinstance(value, nn.Module)}
+    inside = [f"{name}.{path}" for name, module in modules.items() for path in module.state_dict()]
+    return list(dict.fromkeys([*parameters_of(shared), *inside]))
+
+
 def matching(wish: str, names: Sequence[str]) -> list[str]:
     """The paths that `wish` means: itself, all below it, or a glob."""
     return [name for name in names if name == wish or name.startswith(f"{wish}.") or fnmatch.fnmatchcase(name, wish)]

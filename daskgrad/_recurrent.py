@@ -23,7 +23,7 @@ def layer(name: str, args: tuple[Any, ...]) -> Any:
     if not isinstance(args[2], list | tuple):  # data, batch_sizes, hx, params, ...
         return NotImplemented
     by_name: dict[str, Formula] = {
-        "lstm": formulas.lstm_impl,
+        "lstm": _lstm,
         "gru": formulas.gru_impl,
         "rnn_tanh": formulas.rnn_tanh_input,
         "rnn_relu": formulas.rnn_relu_input,
@@ -36,6 +36,37 @@ def drops(args: tuple[Any, ...]) -> bool:
     packed = not isinstance(args[2], list | tuple)
     layers, dropout, train = args[5:8] if packed else args[4:7]
     return bool(train and dropout and layers > 1)
+
+
+def _lstm(
+    given: Tensor,
+    hidden: tuple[Tensor, Tensor],
+    params: list[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """torch's formula, but never its float32 kernel, which has no batching rule."""
+    from torch._decomp import decompositions as formulas
+
+    layers = formulas.gather_params(params, has_biases, hidden[0].size(2) != hidden[1].size(2))
+    output, states = formulas._rnn_helper(
+        given,
+        list(zip(hidden[0], hidden[1], strict=True)),
+        layers,
+        has_biases,
+        num_layers,
+        dropout,
+        train,
+        bidirectional,
+        batch_first,
+        formulas.one_layer_lstm,
+    )
+    last, memory = zip(*states, strict=True)
+    return output, torch.stack(last, 0), torch.stack(memory, 0)
 
 
 def cell(name: str, args: tuple[Any, ...]) -> Any:

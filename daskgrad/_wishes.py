@@ -69,7 +69,7 @@ def column_directions(source: Source, derivatives: Iterable[Derivative]) -> tupl
             )
         dtype = dtype_of(source, step.column)
         if dtype is not None and (reason := _dtypes.refusal(dtype)) is not None:
-            raise PlanError(f"dot({step.wrt!r}, {step.column!r}): the column is no direction: {reason}")
+            raise PlanError(f"dot({step.wrt!r}, {step.column!r}): the column is no direction: {reason}.{_text_hint(source, step.column)}")
         found.append(Input(step, (step.column,), position=sys.maxsize))
     return tuple(found)
 
@@ -100,8 +100,9 @@ def parameter_wishes(fn: Callable[..., Any], derivatives: Sequence[Derivative], 
     }
     if not wishes:
         return {}
-    from ._parameters import matching, parameters_of
+    from ._parameters import matching, names_in, parameters_of
 
+    known = names_in(shared)
     there = {name: tensor for name, tensor in parameters_of(shared).items() if tensor.is_floating_point()}
     found: dict[Hashable, tuple[str, ...]] = {name: tuple(matching(name, list(there))) for name in sorted(wishes)}
     for name, meant in found.items():
@@ -111,7 +112,7 @@ def parameter_wishes(fn: Callable[..., Any], derivatives: Sequence[Derivative], 
                 f"{listing(there)}.{nearest(name, there)}"
             )
     for derivative in derivatives:
-        _check_parameter_order(derivative, found, there)
+        _check_parameter_order(derivative, found, there, known)
     return found
 
 
@@ -137,22 +138,32 @@ def by_layer(asked: list[tuple[Hashable | None, Derivative]], shared: dict[str, 
         from ._parameters import matching, parameters_of
 
         paths = [path for name in arguments_of(derivative) for path in matching(str(name), list(parameters_of(shared)))]
-        layers = list(dict.fromkeys(path.rpartition(".")[0] or path for path in paths))
+        layers: dict[str, list[str]] = {}  # a module's own parameters, not those of the modules inside it
+        for path in paths:
+            layers.setdefault(path.rpartition(".")[0] or path, []).append(path)
         if not layers:
             raise PlanError(f"{derivative} per layer is of shared modules, and there is none of that name. Shared: {listing(shared)}.")
-        found += [(None if label is None else f"{label}.{layer}", Norm(((layer,),))) for layer in layers]
+        for layer, own in layers.items():
+            name = f"norm({layer})" if label is None else f"{label}.{layer}"
+            found.append((name, Norm(tuple((path,) for path in dict.fromkeys(own)))))
     return found
 
 
-def _check_parameter_order(derivative: Derivative, found: Mapping[Hashable, tuple[str, ...]], there: Mapping[str, Any]) -> None:
+def _check_parameter_order(
+    derivative: Derivative, found: Mapping[Hashable, tuple[str, ...]], there: Mapping[str, Any], known: Sequence[str]
+) -> None:
     orders = [order for order in orders_of(derivative) if any(name in found for name in arguments_of(order))]
     if any(len(order) > 1 for order in orders):
         raise PlanError(f"{written(derivative)} is of an order above the first by shared parameters: first order is possible")
     if isinstance(derivative, Project) and len(derivative.of) > 1:
         raise PlanError(f"{derivative}: a projection is by columns, or by one shared argument")
     for step in (step for order in orders for step in order if isinstance(step, Dot)):
-        shapes = {name: tuple(there[name].shape) for name in found[step.wrt]}
-        directions_by_path(step, shapes)
+        unknown = [name for name, _ in step.tensors if not any(path == name or path.endswith(f".{name}") for path in known)]
+        if unknown:
+            raise PlanError(
+                f"dot({step.wrt!r}, ...): the direction names {unknown[0]!r}, which is no parameter.{nearest(unknown[0], known)}"
+            )
+        directions_by_path(step, {name: tuple(there[name].shape) for name in found[step.wrt]})
 
 
 def directions_by_path(step: Dot, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
