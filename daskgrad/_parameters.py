@@ -528,9 +528,10 @@ def projected(
     offset = 0
     for name in names:
         size = targets[name].numel()
-        for part in parts[name]:
-            matrix = _reduce.rows_of_matrix(seed, offset, offset + size, k).to(like)  # (size, k)
-            columns = [column + part.along(matrix[:, j]) for j, column in enumerate(columns)]
+        for j in range(k) if parts[name] else ():
+            direction = _reduce.column_of_matrix(seed, offset, offset + size, k, j).to(like)  # (size,)
+            for part in parts[name]:
+                columns[j] = columns[j] + part.along(direction)
         offset += size
     return torch.stack(columns, dim=-1)
 

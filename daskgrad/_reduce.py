@@ -31,11 +31,11 @@ def project(gradients: Sequence[Tensor], lead: int, k: int, seed: int) -> Tensor
     return total
 
 
-def rows_of_matrix(seed: int, start: int, stop: int, k: int) -> Tensor:
-    """Rows start … stop of the projection's matrix, (stop - start, k)."""
+def column_of_matrix(seed: int, start: int, stop: int, k: int, column: int) -> Tensor:
+    """Rows start … stop of one column of the projection's matrix, (stop - start,): all that is ever held of it for a parameter."""
     first, last = start // BLOCK, -(-stop // BLOCK)
-    whole = np.concatenate([entries(seed, block, k) for block in range(first, last)]) if last > first else np.zeros((0, k))
-    return torch.from_numpy(whole[start - first * BLOCK : stop - first * BLOCK])
+    whole = np.concatenate([np.zeros(0), *(_draws(seed, block, column) for block in range(first, last))])
+    return torch.from_numpy(whole[start - first * BLOCK : stop - first * BLOCK] / np.sqrt(k))
 
 
 def blocks(n: int) -> Iterator[tuple[int, int]]:
@@ -44,18 +44,23 @@ def blocks(n: int) -> Iterator[tuple[int, int]]:
         yield start, min(n, start + BLOCK)
 
 
-@functools.lru_cache(maxsize=16)
 def entries(seed: int, block: int, k: int) -> NDArray[np.float64]:
-    """Rows block·BLOCK … of the projection's matrix, (BLOCK, k), draws from N(0, 1/k) up to the factor: entry (i, j) is a function of
-    (seed, i, j) alone, but for the factor 1/sqrt(k).
+    """Rows block·BLOCK … of the projection's matrix, (BLOCK, k): entry (i, j) is a function of (seed, i, j) alone, but for the factor
+    1/sqrt(k), which makes its variance 1/k.
+    """
+    matrix: NDArray[np.float64] = np.stack([_draws(seed, block, column) for column in range(k)], axis=1) / np.sqrt(k)
+    return matrix
+
+
+@functools.lru_cache(maxsize=2048)  # 64 MB
+def _draws(seed: int, block: int, column: int) -> NDArray[np.float64]:
+    """(BLOCK,) draws from N(0, 1).
 
     Philox (Salmon et al., 2011) is a counter-based generator whose raw stream NumPy keeps the same in all versions; column j has the
     key (seed, j) and block b the counter b. The normal distribution's quantile function makes the draws normal.
     """
-    columns = []
-    for j in range(k):
-        philox = np.random.Philox(key=np.array([seed % 2**64, j], dtype=np.uint64), counter=np.array([0, block, 0, 0], dtype=np.uint64))
-        uniform = ((philox.random_raw(BLOCK) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-        columns.append(torch.special.ndtri(torch.from_numpy(uniform)).numpy())
-    matrix: NDArray[np.float64] = np.stack(columns, axis=1) / np.sqrt(k)
-    return matrix
+    key, counter = np.array([seed % 2**64, column], dtype=np.uint64), np.array([0, block, 0, 0], dtype=np.uint64)
+    raw = np.random.Philox(key=key, counter=counter).random_raw(BLOCK)
+    uniform = ((raw >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    draws: NDArray[np.float64] = torch.special.ndtri(torch.from_numpy(uniform)).numpy()
+    return draws
