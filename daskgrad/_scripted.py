@@ -5,7 +5,7 @@ A batch needs no watching: vmap refuses to read a value there, and the rows go o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -50,16 +50,16 @@ def reads_values(reachable: Iterator[tuple[str, Any]]) -> bool:
 
 def _reads(value: Any) -> bool:
     if isinstance(value, torch.jit.ScriptFunction):
-        return _in_graph(lambda: value.inlined_graph)
+        return _in_graph(value)
     if isinstance(value, torch.nn.Module):
         scripted = [part for part in value.modules() if isinstance(part, torch.jit.ScriptModule)]
-        return any(hasattr(part, "forward") and _in_graph(lambda part=part: part.inlined_graph) for part in scripted)  # type: ignore[misc]
+        return any(hasattr(part, "forward") and _in_graph(part) for part in scripted)
     return False
 
 
-def _in_graph(graph: Callable[[], Any]) -> bool:
+def _in_graph(scripted: Any) -> bool:
     try:
-        found = graph()
+        found = scripted.inlined_graph
     except RuntimeError:  # a container without a forward
         return False
     return any(found.findAllNodes(kind, recurse=True) for kind in _READS)

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 from ._errors import EngineWarning
 
@@ -49,9 +50,9 @@ def slower(function: str, reason: str) -> None:
         warnings.warn(message, EngineWarning, stacklevel=_users_level())
 
 
-def _on_worker(distributed: object) -> bool:
+def _on_worker(distributed: Any) -> bool:
     try:
-        distributed.get_worker()  # type: ignore[attr-defined]
+        distributed.get_worker()
     except ValueError:
         return False
     return True
