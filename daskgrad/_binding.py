@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from ._captured import is_module
 from ._errors import PlanError
 from ._names import function_name, listing, nearest
 from ._source import Source, dtype_of
@@ -76,7 +76,7 @@ class Signature:
 
 def signature_of(fn: Callable[..., Any]) -> Signature:
     """How `fn` is called. What `functools.partial` binds is bound; a module is called like its `forward`."""
-    target = getattr(fn, "forward", fn) if _is_module(fn) else fn
+    target = getattr(fn, "forward", fn) if is_module(fn) else fn
     schema = getattr(target, "schema", None)
     if schema is not None and hasattr(schema, "arguments"):  # TorchScript
         names = [argument.name for argument in schema.arguments if argument.name != "self"]
@@ -108,12 +108,8 @@ def _partially_bound(fn: Callable[..., Any]) -> set[str]:
     return bound
 
 
-def _is_module(value: object) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.nn.Module)
-
-
 def mapping(where: str, given: Any) -> dict[str, Any]:
+    """`inputs` or `shared` as a dict of its own."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):
@@ -122,11 +118,12 @@ def mapping(where: str, given: Any) -> dict[str, Any]:
 
 
 def check_names(fn: Callable[..., Any], signature: Signature, inputs: dict[str, Any], shared: dict[str, Any]) -> None:
+    """Refuse names that are no argument of `fn`, or one that is fed twice."""
     call = function_name(fn)
     if not signature.names:
         raise PlanError(f"{call} takes no named argument, so no column can feed it: write it as a function of one row")
-    for where, mapping in (("inputs", inputs), ("shared", shared)):
-        for name in mapping:
+    for where, given in (("inputs", inputs), ("shared", shared)):
+        for name in given:
             if name not in signature.names:
                 raise PlanError(
                     f"{where} names {name!r}, but {call} has no such argument. Its arguments: "
@@ -145,6 +142,7 @@ def bind(
     shared: dict[str, Any],
     row_wrt: Sequence[Hashable],
 ) -> tuple[Form, tuple[Input, ...]]:
+    """What `fn` gets, and what feeds each of its column arguments. `row_wrt`: the names that the call differentiates by."""
     if source.kind == "series":
         return "value", (_bind_value(source, fn, signature, inputs, shared),)
     labels = source.labels

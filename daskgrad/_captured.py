@@ -85,12 +85,7 @@ def _of_numpy(fn: types.FunctionType) -> bool:
 
 def modules(plan: Plan) -> Iterator[tuple[str, Any]]:
     """The torch modules that the row function can get at, with the name that its author knows them by."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return
-    for name, value in reachable(plan):
-        if isinstance(value, torch.nn.Module):
-            yield name, value
+    return ((name, value) for name, value in reachable(plan) if is_module(value))
 
 
 def reachable(plan: Plan) -> Iterator[tuple[str, Any]]:
@@ -122,14 +117,15 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"{name}[{key!r}]", part) for key, part in list(value.items())[:1000])
     elif isinstance(value, list | tuple):
         yield from ((f"{name}[{k}]", part) for k, part in enumerate(value[:1000]))
-    elif callable(value) and not isinstance(value, type) and not _is_module(value):
+    elif callable(value) and not isinstance(value, type) and not is_module(value):
         yield from getattr(value, "__dict__", {}).items()
         call = vars(type(value)).get("__call__")
         if isinstance(call, types.FunctionType):
             yield name, call
 
 
-def _is_module(value: Any) -> bool:
+def is_module(value: object) -> bool:
+    """Whether it is a torch module; torch is not imported to find out."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.nn.Module)
 
