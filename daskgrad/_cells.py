@@ -81,7 +81,7 @@ class Cells:
             raise IndexError(f"kind {code} of {self.n_kinds}")
         if code < len(self._arrays):
             return self._arrays[code]
-        return StaticKind(_python_value(self._statics[code - len(self._arrays)]))
+        return StaticKind(python_value(self._statics[code - len(self._arrays)]))
 
     def take(self, rows: Rows) -> Array:
         """The cells of `rows`, all of one array kind and none missing, as one array.
@@ -100,8 +100,7 @@ class Cells:
 
     def cell(self, row: int) -> object:
         """The cell at position `row` as Python shows it, for messages."""
-        value = self.series.array[row]
-        return value.item() if isinstance(value, np.generic) and value.dtype.kind in "biufcUS" else value
+        return python_value(self.series.array[row])
 
     def _code(self, rows: Rows) -> int:
         if self.codes is None:
@@ -143,7 +142,8 @@ def torch_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return _SIGNED.get(dtype.name, native)
 
 
-def _python_value(value: Any) -> Any:
+def python_value(value: Any) -> Any:
+    """A NumPy number or text as Python's own; anything else as it is."""
     return value.item() if isinstance(value, np.generic) and value.dtype.kind in "biufcUS" else value
 
 
@@ -583,7 +583,11 @@ def _code_arrays(series: pd.Series, items: Array, nature: NDArray[np.int8], code
     codes[rows] = np.array(final, np.intp)[np.array(found, np.intp)]
     if any(dtype.kind == "u" and dtype.itemsize == 8 for dtype, _ in table):
         for row in rows.tolist():
-            _below_2_63(items[row].ravel(), series, lambda _, row=row: row)  # type: ignore[misc]
+            _below_2_63(items[row].ravel(), series, _always(row))
+
+
+def _always(row: int) -> Callable[[int], int]:
+    return lambda position: row
 
 
 def _code_statics(items: Array, nature: NDArray[np.int8], codes: NDArray[np.intp], first: int) -> Sequence[Any]:
@@ -606,7 +610,7 @@ def _code_statics(items: Array, nature: NDArray[np.int8], codes: NDArray[np.intp
 
 def _static_key(cell: Any) -> Hashable:
     """Equal for cells that a row function cannot tell apart: 1 == True and two time zones' equal instants are not."""
-    value = _python_value(cell)
+    value = python_value(cell)
     try:
         hash(value)
     except TypeError:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pandas as pd
 
 from . import _dask
 from ._binding import Input
-from ._cells import StaticKind
+from ._cells import StaticKind, python_value
 from ._column import plan_of
 from ._derivative import Aux, Derivative, Dot, Norm, Order, Problem, Project, Total, arguments_of, spelled
 from ._errors import DaskgradError
@@ -132,8 +132,8 @@ def _source(argument: Input, table: Any, part: pd.DataFrame | pd.Series) -> str:
         return f"{what} ({dtype}): static, the plain value, {shown}"
     if not shapes or set(shapes) == {()}:
         return f"{what} ({dtype}): a number"
-    kinds_of = f"an array of shape {shapes[0]}" if len(set(shapes)) == 1 else f"arrays of {len(set(shapes))} shapes, grouped"
-    return f"{what} ({dtype}): {kinds_of}"
+    held = f"an array of shape {shapes[0]}" if len(set(shapes)) == 1 else f"arrays of {len(set(shapes))} shapes, grouped"
+    return f"{what} ({dtype}): {held}"
 
 
 def _shared(value: Any) -> str:
@@ -179,14 +179,12 @@ def _seen(plan: Plan, part: pd.DataFrame | pd.Series, looked: str) -> list[tuple
     if result.failures:
         row, error = min(result.failures.items())
         lines.append(
-            ("fails", f"{len(result.failures)} of the rows looked at; row {_label(part.index[row])!r}: {type(error).__name__}: {error}")
+            (
+                "fails",
+                f"{len(result.failures)} of the rows looked at; row {python_value(part.index[row])!r}: {type(error).__name__}: {error}",
+            )
         )
     return [("Runs", lines), ("Derivatives", _modes(plan, reports))]
-
-
-def _label(label: Any) -> Any:
-    """As Python writes it, not as NumPy does."""
-    return label.item() if isinstance(label, np.generic) else label
 
 
 def _dtype(reports: Sequence[Report], forced: bool) -> str:
@@ -227,8 +225,8 @@ def _modes(plan: Plan, reports: Sequence[Report]) -> list[tuple[str, str]]:
     report = next((r for r in reports if r.batched or r.looped), None)
     if report is None:
         return [("unknown", "no row came through")]
-    sizes = {name: _size(report.shapes.get(name, ())) for name in plan.named}
-    out = _size(report.output)
+    sizes = {name: math.prod(report.shapes.get(name, ())) for name in plan.named}
+    out = math.prod(report.output)
     lines = []
     for derivative in plan.derivatives:
         orders = derivative.of if isinstance(derivative, Norm | Project) else (derivative,) if isinstance(derivative, tuple) else ()
@@ -264,10 +262,3 @@ def _mode(order: tuple[Any, ...], sizes: Mapping[Any, int], out: int) -> str:
         passes *= 1 if isinstance(step, Dot) else sizes[step]
         how += f"; then by {following}: {passes} backward pass{'es' if passes > 1 else ''} through the same graph"
     return how
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for extent in shape:
-        size *= extent
-    return size

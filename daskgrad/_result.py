@@ -10,6 +10,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from ._captured import modules
+from ._cells import python_value
 from ._columns import ColumnBuilder
 from ._derivative import Aux, Derivative, Problem, Total, arguments_of
 from ._errors import DaskgradError, GraphError, PlanError, RowError
@@ -171,9 +172,9 @@ class Result:
 
     def _values(self, row: int) -> dict[str, Any]:
         if self.plan.form == "row" and isinstance(self.part, pd.DataFrame):
-            return {str(label): _plain(self.part.iloc[row, k]) for k, label in enumerate(self.part.columns)}
+            return {str(label): python_value(self.part.iloc[row, k]) for k, label in enumerate(self.part.columns)}
         table = Table(self.plan, self.part.iloc[row : row + 1])
-        cells = {str(a.name): _plain(table.argument(a).cell(0)) for a in self.plan.inputs}
+        cells = {str(a.name): table.argument(a).cell(0) for a in self.plan.inputs}
         return {name: value for name, value in cells.items() if value is not DEFAULT}
 
 
@@ -190,10 +191,6 @@ def _gap_hint(values: dict[str, Any]) -> str:
         f"{gaps[0]} is NaN there, which is a number in a plain float column. Where it means that nothing is known, "
         "df.convert_dtypes() makes it a missing value, and the row is left out.\n"
     )
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value
 
 
 class Sums(Result):
