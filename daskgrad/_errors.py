@@ -40,9 +40,7 @@ class DaskgradError(Exception):
         self.label, self.partition, self.values = label, partition, dict(values or {})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        values = {name: _picklable(value) for name, value in self.values.items()}
-        state = (_clipped(str(self)), _picklable(self.label), self.partition, values)
-        return _rebuild, (type(self), *state, _carried(self.__cause__), getattr(self, "__notes__", None))
+        return _rebuild, _state(self)
 
 
 class PlanError(DaskgradError, TypeError):
@@ -63,13 +61,14 @@ class EngineWarning(UserWarning):
 
 def fit_to_travel(error: DaskgradError) -> DaskgradError:
     """A copy of `error` that any pickler can send; where it arrives its cause is the user's own exception again."""
+    return _rebuild(*_state(error)).with_traceback(error.__traceback__)
+
+
+def _state(error: DaskgradError) -> tuple[Any, ...]:
+    """What `_rebuild` makes an error of again, all of it fit for a pickle."""
     values = {name: _picklable(value) for name, value in error.values.items()}
-    label = _picklable(error.label)
-    copy = type(error)(_clipped(str(error)), label=label, partition=error.partition, values=values)
-    copy.__cause__ = _carried(error.__cause__)
-    for note in getattr(error, "__notes__", ()):
-        copy.add_note(note)
-    return copy.with_traceback(error.__traceback__)
+    shown = (_clipped(str(error)), _picklable(error.label), error.partition, values)
+    return (type(error), *shown, _carried(error.__cause__), getattr(error, "__notes__", None))
 
 
 def _rebuild(
