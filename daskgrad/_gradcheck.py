@@ -108,17 +108,17 @@ class _Check:
     def _line(self, row: int, name: Hashable, analytic: Any, loop: Any, problem: Any) -> tuple[Any, ...]:
         failed = isinstance(problem, str) and "not finite" not in problem
         if failed or (np.ndim(analytic) == 0 and pd.isna(analytic) and not isinstance(problem, str)):
-            return (str(name), np.nan, np.nan, np.nan, np.nan, problem[:60] if failed else "missing")
+            return _without_numbers(name, problem[:60] if failed else "missing")
         if np.iscomplexobj(analytic):
-            return (str(name), np.nan, np.nan, np.nan, np.nan, "complex: not checked by differences")
+            return _without_numbers(name, "complex: not checked by differences")
         ours, theirs = _flat(analytic), _flat(loop)
         slopes = self._slopes(row, name)  # (4, elements)
         if slopes.shape[1] != len(ours):
-            return (str(name), np.nan, np.nan, np.nan, np.nan, "the numeric slope could not be taken")
-        gap = np.abs(ours - slopes[0])
-        worst = int(np.nanargmax(np.where(np.isfinite(gap), gap, np.inf))) if len(ours) else 0
+            return _without_numbers(name, "the numeric slope could not be taken")
         if not len(ours):
-            return (str(name), np.nan, np.nan, np.nan, np.nan, "agrees")
+            return _without_numbers(name, "agrees")
+        gap = np.abs(ours - slopes[0])
+        worst = int(np.argmax(np.where(np.isfinite(gap), gap, np.inf)))
         shown = str(name) if np.ndim(analytic) == 0 else f"{name}[{', '.join(map(str, np.unravel_index(worst, np.shape(analytic))))}]"
         verdict = self._verdict(float(ours[worst]), float(theirs[worst]), slopes[:, worst], _precision(analytic))
         return (shown, ours[worst], theirs[worst], slopes[0, worst], gap[worst], verdict)
@@ -189,6 +189,10 @@ class _Check:
         if any(np.ndim(value) for value in values):
             return np.full(len(cells), np.nan)
         return values.to_numpy(dtype="float64", na_value=np.nan)
+
+
+def _without_numbers(name: Hashable, verdict: str) -> tuple[Any, ...]:
+    return (str(name), np.nan, np.nan, np.nan, np.nan, verdict)
 
 
 def _flat(cell: Any) -> NDArray[np.float64]:
