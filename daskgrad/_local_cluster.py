@@ -53,13 +53,13 @@ FIXED = {
 
 
 def start(
-    n_workers: int | None = None,
-    threads_per_worker: int = 1,
-    memory_limit: str | float | None = "auto",
+    n_workers: int | None,
+    threads_per_worker: int,
+    memory_limit: str | float | None,
     *,
-    tls: bool = False,
-    dashboard_port: int | None = 8787,
-    websocket_origins: Sequence[str] = (),
+    tls: bool,
+    dashboard_port: int | None,
+    websocket_origins: Sequence[str],
     **kwargs: Any,
 ) -> LocalClient:
     """See `daskgrad.local_client`."""
