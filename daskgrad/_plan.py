@@ -169,7 +169,7 @@ def make(
     directions = column_directions(source, [derivative for _, derivative in asked])
     parameters = parameter_wishes(fn, [derivative for _, derivative in asked], shared)
     named = tuple(name for name in dict.fromkeys(n for _, d in asked for n in arguments_of(d)) if name not in parameters)
-    if not named and not parameters and bound and any(isinstance(derivative, Problem) for _, derivative in asked):
+    if not named and not parameters and any(isinstance(derivative, Problem) for _, derivative in asked):
         named = (bound[0].name,)  # what is wrong with a row: with its gradient, as `grad_column` would take it
     by_name = {argument.name: argument for argument in bound}
     for name in named:

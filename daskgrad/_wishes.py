@@ -24,11 +24,7 @@ def check_differentiable(
     by_name: dict[Hashable, Input],
     shared: dict[str, Any],
 ) -> None:
-    if name in shared:
-        raise PlanError(
-            f"the derivative by {name!r} is asked for, which is a shared argument. Derivatives by column arguments are possible: "
-            f"{listing(by_name)}."
-        )
+    """Refuse a derivative by what no column feeds, or by a column that has none. (By a shared argument: `parameter_wishes`.)"""
     if name not in by_name:
         fed = [argument.name for argument in by_name.values() if name in argument.columns]
         hint = f" The column {name!r} feeds the argument {fed[0]!r}: ask for that." if fed else nearest(name, [*by_name, *shared])
