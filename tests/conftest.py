@@ -21,11 +21,6 @@ settings.register_profile("long", max_examples=1500, deadline=None, suppress_hea
 settings.load_profile("long" if os.environ.get("DASKGRAD_TESTS") == "long" else "ci")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "cluster: starts or uses a dask.distributed cluster of processes on 127.0.0.1")
-    config.addinivalue_line("markers", "slow: takes seconds by its nature (a process pool, a large table)")
-
-
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
     """Small tensors gain nothing from more, and the machine may be shared."""
