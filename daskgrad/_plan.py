@@ -168,9 +168,7 @@ def make(
     asked = by_layer(asked, shared) or [(None, (bound[0].name,))]
     directions = column_directions(source, [derivative for _, derivative in asked])
     parameters = parameter_wishes(fn, [derivative for _, derivative in asked], shared)
-    named = tuple(name for name in dict.fromkeys(n for _, d in asked for n in arguments_of(d)) if name not in parameters)
-    if not named and not parameters and any(isinstance(derivative, Problem) for _, derivative in asked):
-        named = (bound[0].name,)  # what is wrong with a row: with its gradient, as `grad_column` would take it
+    named = _named([derivative for _, derivative in asked], parameters, bound)
     by_name = {argument.name: argument for argument in bound}
     for name in named:
         check_differentiable(source, fn, name, by_name, shared)
@@ -181,9 +179,7 @@ def make(
     if output == "vector":
         outputs = tuple(replace(o, dtype=np.dtype(object)) if isinstance(o.derivative, tuple) else o for o in outputs)
     if checkpoints is not None:
-        outputs = tuple(
-            replace(output, label=f"{output.label}[{k}]", checkpoint=k) for output in outputs for k in range(len(checkpoints[1]))
-        )
+        outputs = _for_each_state(outputs, len(checkpoints[1]))
     from . import __version__
 
     return Plan(
@@ -204,3 +200,18 @@ def make(
         columns=read_by(source, (*bound, *directions), form),
         version=__version__,
     )
+
+
+def _named(
+    derivatives: Sequence[Derivative], parameters: Mapping[Hashable, tuple[str, ...]], bound: tuple[Input, ...]
+) -> tuple[Hashable, ...]:
+    """The column arguments that are differentiated."""
+    found = dict.fromkeys(name for derivative in derivatives for name in arguments_of(derivative) if name not in parameters)
+    if not found and not parameters and any(isinstance(derivative, Problem) for derivative in derivatives):
+        return (bound[0].name,)  # what is wrong with a row: with its gradient, as `grad_column` would take it
+    return tuple(found)
+
+
+def _for_each_state(outputs: tuple[Output, ...], states: int) -> tuple[Output, ...]:
+    """Every column once for each state of a shared module."""
+    return tuple(replace(output, label=f"{output.label}[{k}]", checkpoint=k) for output in outputs for k in range(states))
