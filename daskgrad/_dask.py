@@ -310,9 +310,9 @@ def _one_thread() -> Iterator[None]:
     import torch
 
     with _Threads.lock:
-        now = torch.get_num_threads()  # also where a thread takes over the common number, which it would else do later
+        torch.get_num_threads()  # a thread takes over the common number when it first asks: let that not be later
         if _Threads.inside == 0:
-            _Threads.outside = now
+            _Threads.outside = _of_a_new_thread(torch.get_num_threads)
         _Threads.inside += 1
         torch.set_num_threads(1)
     try:
@@ -321,6 +321,15 @@ def _one_thread() -> Iterator[None]:
         with _Threads.lock:
             _Threads.inside -= 1
             torch.set_num_threads(_Threads.outside)
+
+
+def _of_a_new_thread(ask: Callable[[], int]) -> int:
+    """The answer in a thread that has set nothing: one of a pool still has what an earlier task left it."""
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(ask()))
+    thread.start()
+    thread.join()
+    return found[0]
 
 
 def _settle_threads() -> None:

@@ -216,7 +216,7 @@ def _engine(plan: Plan, reports: Sequence[Report], reason: str | None) -> list[t
         )
     if reason:
         lines.append(("slower", reason))
-    if reason and plan.options.engine != "loop":
+    if (reason or looped > 16) and plan.options.engine != "loop":  # fewer tell nothing about the function
         lines.append(("faster", "torch operations that vmap can batch, and torch.where instead of values that differ in every row"))
     return lines
 

@@ -761,7 +761,7 @@ def test_together_with_columns() -> None:
         (("model", "model"), r"order above the first by shared parameters"),
         (("y", "model"), r"order above the first by shared parameters"),
         (dg.dot("model", {"head.weight": torch.ones(2, 2)}), r"direction of 'model\.head\.weight' has the shape \(2, 2\)"),
-        (dg.dot("model", {"nothing": torch.ones(2)}), r"no name in the direction is one of the parameters"),
+        (dg.dot("model", {"nothing": torch.ones(2)}), r"names 'nothing', which is no parameter"),
         (dg.dot("model.head.bias", torch.ones(3)), r"has the shape \(3,\)"),
     ],
 )
