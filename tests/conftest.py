@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import os
-import time
+import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -34,16 +36,27 @@ def one_thread() -> Iterator[None]:
 def caller_state() -> Iterator[None]:
     """Rule 7 in every test: what the caller had set is as before afterwards.
 
-    Dask's threads scheduler raises while other parts still run, so what they hold may take a moment to be put back.
+    Dask's threads scheduler raises while other parts still run, and these hold torch's default dtype until they end: they are waited for.
     """
     before = _state()
     random = torch.random.get_rng_state()
     yield
-    until = time.monotonic() + 5
-    while _state() != before and time.monotonic() < until:
-        time.sleep(0.01)
+    _wait_for_pools()
     assert _state() == before
     torch.random.set_rng_state(random)
+
+
+def _wait_for_pools() -> None:
+    """Until every thread of Dask's pools is idle: all of them have met at a barrier."""
+    threaded = sys.modules.get("dask.threaded")
+    if threaded is None:
+        return
+    pools = [threaded.default_pool, *(pool for pools in threaded.pools.values() for pool in pools.values())]
+    for pool in {id(pool): pool for pool in pools if isinstance(pool, ThreadPoolExecutor) and not pool._shutdown}.values():
+        barrier = threading.Barrier(pool._max_workers + 1)
+        for _ in range(pool._max_workers):
+            pool.submit(barrier.wait, 60)
+        barrier.wait(60)
 
 
 def _state() -> dict[str, Any]:
