@@ -44,11 +44,6 @@ def kind(data: Any) -> Kind | None:
     return None
 
 
-def is_collection(data: Any) -> bool:
-    """Whether `data` is a Dask DataFrame, Series or Bag."""
-    return kind(data) is not None
-
-
 # -------------------------------------------------------------------------------- at the call
 
 

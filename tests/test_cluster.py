@@ -258,7 +258,6 @@ def context_of(security: Security) -> ssl.SSLContext:
 
 
 def test_tls_keeps_out_who_has_no_certificate() -> None:
-    pytest.importorskip("cryptography", reason="tls is an extra")
     bare = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     bare.check_hostname, bare.verify_mode = False, ssl.CERT_NONE
     with local_client(n_workers=1, dashboard_port=None, tls=True) as client:
