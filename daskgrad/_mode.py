@@ -105,14 +105,25 @@ class RowMode(TorchFunctionMode):
             return True
         if not torch.is_grad_enabled() or func is Tensor.detach or (attribute is not None and attribute not in _TENSORS):
             return func(*args, **kwargs)
-        if self.paths is not None and not self.uses.own.intersection(names) and not _foreign(self, args):
+        if self.paths is not None and not self.uses.own.intersection(names) and not _foreign(self, [args, kwargs]):
+            if (slices := _parameters.slices(func, args, kwargs, self.uses)) is not None:
+                return slices
             found = _parameters.rule(func, args, kwargs, self.uses)
             if found is not None:
                 return self._tapped(func, args, kwargs, *found)
+            if func in _RECURRENT and not kwargs and (opened := self._opened(func, args)) is not NotImplemented:
+                return opened
         if self.paths is not None and (without := [name for name in names if name not in self.uses.own]):
             self.paths.stop(OwnParameters(without))
         args, kwargs = self.uses.replaced(list(args), self._own_copy), self.uses.replaced(kwargs, self._own_copy)
         return self._call(func, tuple(args), kwargs)
+
+    def _opened(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """A recurrent layer or cell with its linear layers in sight, which have rules."""
+        if not func.__name__.endswith("cell") and _recurrent.drops(args):
+            self.unbatchable("dropout between recurrent layers")
+        with self:
+            return _recurrent.by_formula(func.__name__, args)
 
     def _tapped(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Tensor, makes: dict[str, Any]) -> Any:
         """The call's output, kept so that it can be differentiated by; what follows gets a copy, which it may write into."""
@@ -332,6 +343,9 @@ def _tensors_in(data: Any) -> Iterator[Tensor]:
         yield data
     elif isinstance(data, list | tuple):
         for item in data:
+            yield from _tensors_in(item)
+    elif isinstance(data, dict):
+        for item in data.values():
             yield from _tensors_in(item)
 
 
@@ -556,7 +570,7 @@ def _recur(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     name = func.__name__
     if not name.endswith("cell") and _recurrent.drops(args):
         mode.unbatchable("dropout between recurrent layers")
-    result = _recurrent.cell(name, args) if name.endswith("cell") else _recurrent.layer(name, args)
+    result = _recurrent.by_formula(name, args)
     return func(*args) if result is NotImplemented else result
 
 
@@ -588,6 +602,9 @@ has no batching rule, and a layer of the whole would be neither."""
 
 
 _BLIND = [getattr(F, name) for name in ("linear_cross_entropy",) if hasattr(F, name)]
+
+
+_RECURRENT = [getattr(torch, name + cell) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu") for cell in ("", "_cell")]
 
 
 def _getter(attribute: str) -> Any:
@@ -634,8 +651,7 @@ _HANDLERS: dict[Any, _Handler] = {
     _getter("requires_grad"): _of_bottom,
     _getter("grad_fn"): _of_bottom,
     _getter("is_leaf"): _of_bottom,
-    **{getattr(torch, name): _recur for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
-    **{getattr(torch, f"{name}_cell"): _recur for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    **dict.fromkeys(_RECURRENT, _recur),
     F.scaled_dot_product_attention: _attend,
     F.embedding: _embed,
     **dict.fromkeys(_BLIND, _never_batched),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import _parameters, _reduce
 from ._autograd import derive, reaches
+from ._contributions import Contribution
 from ._derivative import Aux, Derivative, Dot, Norm, Order, Project, Total, orders_of
 from ._errors import GraphError
 from ._parameters import Uses
@@ -155,7 +156,7 @@ def _unreached(wish: Wish) -> str:
     )
 
 
-def _of_parameters(value: Tensor, uses: Uses, lead: int) -> tuple[dict[str, list[_parameters.Part]], bool]:
+def _of_parameters(value: Tensor, uses: Uses, lead: int) -> tuple[dict[str, list[Contribution]], bool]:
     """What the gradient by each parameter is made of, with the rows in front, and whether any is reached.
 
     Raises:

@@ -19,9 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import _reduce
-
-Gradient = Tensor  # (rows, *shape of the parameter)
-
+from ._contributions import FORMED, Contribution, Formed, Grouped, Index, Outer, Pieces, Rows, Stacked, together
 
 # --- which parameters -------------------------------------------------------------------------------------------------
 
@@ -59,164 +57,7 @@ def matching(wish: str, names: Sequence[str]) -> list[str]:
 # --- how they are used ------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Outer:
-    """Contributions b aᵀ to a weight (out, in): a (rows, t, in), b (rows, t, out); `shape` is the parameter's."""
-
-    a: Tensor
-    b: Tensor
-    shape: torch.Size
-
-    def formed(self) -> Gradient:
-        return (self.b.mT @ self.a).reshape(len(self.a), *self.shape)
-
-    def squared(self) -> Tensor:
-        steps, size_in, size_out = self.a.shape[1], self.a.shape[2], self.b.shape[2]
-        if steps == 1:
-            return _squared(self.a) * _squared(self.b)
-        if steps * (size_in + size_out) <= size_in * size_out:
-            products = (self.a @ self.a.mT) * (self.b @ self.b.mT)  # (rows, t, t)
-            return _unless_cancelled(products.sum((1, 2)), products.diagonal(dim1=1, dim2=2).sum(1), self)
-        return _squared(self.formed())
-
-    def at(self, rows: Tensor) -> Outer:
-        return Outer(self.a[rows], self.b[rows], self.shape)
-
-    def along(self, vector: Tensor) -> Tensor:
-        matrix = vector.to(self.b.dtype).reshape(self.b.shape[2], self.a.shape[2])
-        return (self.b * (self.a @ matrix.mT)).sum((1, 2))
-
-    def total(self, weights: Tensor) -> Tensor:
-        weighted = (self.b * weights.to(self.b.dtype).reshape(-1, 1, 1)).reshape(-1, self.b.shape[2])
-        return (weighted.mT @ self.a.reshape(-1, self.a.shape[2])).reshape(self.shape)
-
-    def total_squares(self, weights: Tensor) -> Tensor:
-        if self.a.shape[1] > 1:
-            return Formed(self.formed()).total_squares(weights)
-        return Outer(self.a.square(), self.b.square(), self.shape).total(weights)
-
-
-@dataclass
-class Rows:
-    """Contributions b to the rows `index` of a table: index (rows, t), b (rows, t, width)."""
-
-    index: Tensor
-    b: Tensor
-    shape: torch.Size
-
-    def formed(self) -> Gradient:
-        table = self.b.new_zeros((len(self.b), *self.shape))
-        return table.scatter_add(1, self.index.unsqueeze(-1).expand_as(self.b), self.b)
-
-    def squared(self) -> Tensor:
-        if self.index.shape[1] == 1:
-            return _squared(self.b)
-        index, order = self.index.sort(1)
-        place = (index[:, 1:] != index[:, :-1]).cumsum(1)  # a table of those rows alone that are there, (rows, t - 1)
-        place = torch.cat([place.new_zeros((len(place), 1)), place], 1).unsqueeze(-1).expand_as(self.b)
-        b = self.b.gather(1, order.unsqueeze(-1).expand_as(self.b))
-        return _squared(torch.zeros_like(b).scatter_add(1, place, b))
-
-    def along(self, vector: Tensor) -> Tensor:
-        return (self.b * vector.to(self.b.dtype).reshape(self.shape)[self.index]).sum((1, 2))
-
-    def total(self, weights: Tensor) -> Tensor:
-        weighted = (self.b * weights.to(self.b.dtype).reshape(-1, 1, 1)).reshape(-1, self.b.shape[2])
-        return self.b.new_zeros(self.shape).index_add(0, self.index.reshape(-1), weighted)
-
-    def total_squares(self, weights: Tensor) -> Tensor:
-        return Formed(self.formed()).total_squares(weights)
-
-    def at(self, rows: Tensor) -> Rows:
-        return Rows(self.index[rows], self.b[rows], self.shape)
-
-
-@dataclass
-class Tied:
-    """Both kinds of contributions, to a table that is a weight, too."""
-
-    outer: Outer
-    rows: Rows
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.rows.shape
-
-    def formed(self) -> Gradient:
-        return self.outer.formed() + self.rows.formed()
-
-    def squared(self) -> Tensor:
-        steps = self.outer.b.shape[1]
-        met = self.outer.b.gather(2, self.rows.index.unsqueeze(1).expand(-1, steps, -1))  # (rows, steps, t)
-        cross = (met * (self.outer.a @ self.rows.b.mT)).sum((1, 2))
-        own = self.outer.squared() + self.rows.squared()
-        return _unless_cancelled(own + 2 * cross, own, self)
-
-    def along(self, vector: Tensor) -> Tensor:
-        return self.outer.along(vector) + self.rows.along(vector)
-
-    def total(self, weights: Tensor) -> Tensor:
-        return self.outer.total(weights) + self.rows.total(weights)
-
-    def total_squares(self, weights: Tensor) -> Tensor:
-        return Formed(self.formed()).total_squares(weights)
-
-    def at(self, rows: Tensor) -> Tied:
-        return Tied(self.outer.at(rows), self.rows.at(rows))
-
-
-@dataclass
-class Formed:
-    """A gradient (rows, *shape) as it is."""
-
-    gradient: Gradient
-
-    def formed(self) -> Gradient:
-        return self.gradient
-
-    def squared(self) -> Tensor:
-        return _squared(self.gradient)
-
-    def along(self, vector: Tensor) -> Tensor:
-        return (self.gradient * vector.to(self.gradient.dtype).reshape(self.gradient.shape[1:])).reshape(len(self.gradient), -1).sum(1)
-
-    def total(self, weights: Tensor) -> Tensor:
-        summed: Tensor = torch.tensordot(weights.to(self.gradient.dtype), self.gradient, 1)
-        return summed
-
-    def total_squares(self, weights: Tensor) -> Tensor:
-        return Formed(self.gradient.square()).total(weights)
-
-
-Part = Outer | Rows | Tied | Formed
-Make = Callable[["Call", Tensor], Part]  # from the call, and the gradient by its output, with the rows in front
-
-
-def _squared(gradient: Tensor) -> Tensor:
-    flat = gradient.reshape(len(gradient), -1)
-    whole = flat.shape[1] // PIECE * PIECE
-    squared: Tensor = torch.linalg.vector_norm(flat[:, whole:], dim=1).square()
-    if whole:
-        squared = squared + torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (-1, PIECE)), dim=2).square().sum(1)
-    return squared
-
-
-PIECE = 4096
-"""Elements whose squares are summed one after the other: in float32 the digits of longer sums are lost (`sum` itself adds in pairs)."""
-
-
-CANCELLED = 1e-3
-"""Where a squared norm is a smaller part than this of the squares that it is summed from, digits were lost."""
-FORMED = 2**22
-"""Elements of gradients that are formed together then."""
-
-
-def _unless_cancelled(squared: Tensor, squares: Tensor, part: Outer | Tied) -> Tensor:
-    """`squared` (rows,), but from the formed gradient where contributions nearly cancel."""
-    doubtful = (squared < CANCELLED * squares).nonzero().squeeze(1)
-    for rows in doubtful.split(max(1, FORMED // part.shape.numel())) if len(doubtful) else ():
-        squared[rows] = _squared(part.at(rows).formed())
-    return squared
+Make = Callable[["Call", Tensor], Contribution]  # from the call, and the gradient by its output, with the rows in front
 
 
 @dataclass
@@ -265,6 +106,20 @@ class Uses:
 
     def __post_init__(self) -> None:
         self._names = {id(tensor): name for name, tensor in self.targets.items()}
+        self._slices: dict[int, tuple[Tensor, int]] = {}
+
+    def note_slices(self, slices: Sequence[Tensor], name: str) -> None:
+        """The parameter has been cut along its first axis: calls that take a slice take a part of it."""
+        start = 0
+        for piece in slices:
+            self._names[id(piece)] = name
+            self._slices[id(piece)] = (piece, start)  # kept, so that its id stays its own
+            start += len(piece)
+
+    def place_of(self, tensor: Tensor) -> tuple[int, int] | None:
+        """Where in the first axis of a parameter a slice of it stands; None for a whole one."""
+        found = self._slices.get(id(tensor))
+        return None if found is None else (found[1], found[1] + len(tensor))
 
     def named_in(self, args: Any) -> list[str]:
         """The paths of the parameters among the arguments of a call."""
@@ -285,16 +140,16 @@ class Uses:
         """What to differentiate by."""
         return [*(call.output for call in self.calls), *self.leaves.values()]
 
-    def parts(self, gradients: Sequence[Tensor | None]) -> dict[str, list[Part]]:
+    def parts(self, gradients: Sequence[Tensor | None]) -> dict[str, list[Contribution]]:
         """What each parameter's gradient is made of, from the gradients by `wanted`."""
-        found: dict[str, list[Part]] = {name: [] for name in self.targets}
+        found: dict[str, list[Contribution]] = {name: [] for name in self.targets}
         for call, gradient in zip(self.calls, gradients, strict=False):
             for name, make in call.makes.items() if gradient is not None else ():
                 found[name].append(make(call, gradient.movedim(call.axis, 0)))  # type: ignore[union-attr]
         for name, gradient in zip(self.leaves, gradients[len(self.calls) :], strict=True):
             if gradient is not None:
                 found[name].append(Formed(gradient))
-        return {name: _together(parts) for name, parts in found.items()}
+        return {name: together(parts) for name, parts in found.items()}
 
 
 def _flat(args: Any) -> Iterator[Tensor]:
@@ -307,30 +162,6 @@ def _flat(args: Any) -> Iterator[Tensor]:
         yield from _flat(list(args.values()))
 
 
-def _together(parts: list[Part]) -> list[Part]:
-    """Several uses of one parameter as one part: the cross terms count. Equal kinds are put side by side; with what is formed, all are."""
-    if len(parts) < 2:
-        return parts
-    outers = [part for part in parts if isinstance(part, Outer)]
-    tables = [part for part in parts if isinstance(part, Rows)]
-    if len(outers) + len(tables) < len(parts):
-        total = parts[0].formed()
-        for part in parts[1:]:
-            total = total + part.formed()
-        return [Formed(total)]
-    if not outers:
-        return [_tables(tables)]
-    return [Tied(_outers(outers), _tables(tables)) if tables else _outers(outers)]
-
-
-def _outers(parts: Sequence[Outer]) -> Outer:
-    return Outer(torch.cat([p.a for p in parts], 1), torch.cat([p.b for p in parts], 1), parts[0].shape)
-
-
-def _tables(parts: Sequence[Rows]) -> Rows:
-    return Rows(torch.cat([p.index for p in parts], 1), torch.cat([p.b for p in parts], 1), parts[0].shape)
-
-
 # --- the rules --------------------------------------------------------------------------------------------------------
 
 
@@ -338,11 +169,29 @@ def rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], uses: Uses) -
     """The layer's input, and what each parameter gets of it; None where there is no rule for this call."""
     make = _RULES.get(func)
     given, wanted = make(args, kwargs) if make is not None else (None, {})
-    named = {name: how for tensor, how in wanted.values() for name in uses.named_in(tensor)}
+    named = {name: _in_place(how, tensor, name, uses) for tensor, how in wanted.values() for name in uses.named_in(tensor)}
     if given is None or sorted(named) != sorted(uses.named_in([args, kwargs])):
         return None
     return given, named
 
+
+def _in_place(how: Make, tensor: Tensor, name: str, uses: Uses) -> Make:
+    """`how`, for a parameter of which `tensor` may be a slice."""
+    place, shape = uses.place_of(tensor), uses.targets[name].shape
+    return how if place is None else lambda call, b: Stacked({place: how(call, b)}, shape)
+
+
+def slices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], uses: Uses) -> Any:
+    """What a call that cuts a parameter along its first axis returns; None for any other call."""
+    given = _bound(("input", "sizes", "dim"), args, kwargs)
+    if func not in _CUTS or given.get("dim", 0) != 0 or uses.place_of(given["input"]) is not None:
+        return None
+    found = func(*args, **kwargs)
+    uses.note_slices(found, uses.named_in(given["input"])[0])
+    return found
+
+
+_CUTS = frozenset({torch.chunk, Tensor.chunk, torch.split, Tensor.split})
 
 Wanted = dict[str, tuple[Tensor, Make]]
 
@@ -355,7 +204,7 @@ def _linear(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor | Non
     given = _bound(("input", "weight", "bias"), args, kwargs)
     weight = given["weight"]
 
-    def of_weight(call: Call, b: Tensor) -> Part:
+    def of_weight(call: Call, b: Tensor) -> Contribution:
         a = call.input
         return Outer(a.reshape(len(a), -1, a.shape[-1]), b.reshape(len(b), -1, weight.shape[0]), weight.shape)
 
@@ -374,25 +223,32 @@ def _with_bias(wanted: Wanted, bias: Tensor | None, summed: Callable[[Tensor, in
     return wanted
 
 
-def _convolution(dims: int) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[Tensor | None, Wanted]]:
-    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+def _convolution(dims: int, *, transposed: bool = False) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[Tensor | None, Wanted]]:
+    options = ("output_padding", "groups", "dilation") if transposed else ("dilation", "groups")
+    names = ("input", "weight", "bias", "stride", "padding", *options)
 
     def make(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor | None, Wanted]:
         given = _bound(names, args, kwargs)
-        weight = given["weight"]
-        if given.get("groups", 1) != 1:
-            return None, {}
+        weight, groups = given["weight"], given.get("groups", 1)
         kernel = tuple(weight.shape[2:])
         stride, dilation = _each(given.get("stride", 1), dims), _each(given.get("dilation", 1), dims)
         around = _around(given.get("padding", 0), kernel, dilation)
 
-        def of_weight(call: Call, b: Tensor) -> Part:
-            rows, image = len(call.input), call.input.reshape(-1, *call.input.shape[-dims - 1 :])  # (rows · samples, channels, *size)
-            patches = _patches(F.pad(image, around), kernel, stride, dilation).mT  # (rows · samples, t, channels · kernel)
-            out = b.reshape(-1, weight.shape[0], math.prod(b.shape[-dims:])).mT  # (rows · samples, t, out)
-            if len(out) > rows:
-                patches, out = (x.reshape(rows, -1, x.shape[-1]) for x in (patches, out))
-            return Outer(patches, out, weight.shape)
+        def of_weight(call: Call, b: Tensor) -> Contribution:
+            a = call.input
+            # A transposed convolution is the gradient of a convolution by its input: kernels look at what comes back, not at what came in.
+            seen, met = (b, a) if transposed else (a, b)
+            rows, places = len(seen), tuple(met.shape[-dims:])
+
+            def of(some: Index) -> Contribution:
+                """The part of some rows: patches (rows, samples, groups, channels · kernel, t) and what they meet there."""
+                image = F.pad(seen[some].reshape(-1, *seen.shape[-dims - 1 :]), around)
+                patches = _patches(image, kernel, stride, dilation, places).unflatten(1, (groups, -1))
+                out = met[some].reshape(len(image), groups, -1, math.prod(places))
+                return _by_groups(patches, out, len(seen[some]), weight.shape)
+
+            held = seen[0].numel() // math.prod(seen.shape[-dims:]) * math.prod(kernel) * math.prod(places)  # elements of a row's patches
+            return of(slice(None)) if rows * held <= FORMED else Pieces(of, rows, max(1, FORMED // held))
 
         def summed(b: Tensor, count: int) -> Tensor:
             return b.reshape(len(b), -1, count, math.prod(b.shape[-dims:])).sum((1, 3))
@@ -400,6 +256,17 @@ def _convolution(dims: int) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple
         return given["input"], _with_bias({"weight": (weight, of_weight)}, given.get("bias"), summed)
 
     return make
+
+
+def _by_groups(patches: Tensor, out: Tensor, rows: int, shape: torch.Size) -> Contribution:
+    """A convolution's part from patches (rows · samples, groups, in, t) and what they meet, (rows · samples, groups, out, t)."""
+    both = []
+    for x in (patches, out):
+        samples = x.mT.reshape(rows, -1, *x.mT.shape[1:])  # (rows, samples, groups, t, size)
+        single = samples.shape[1] == 1
+        both.append(samples[:, 0] if single else samples.transpose(1, 2).flatten(2, 3))
+    a, b = both
+    return Outer(a[:, 0], b[:, 0], shape) if a.shape[1] == 1 else Grouped(a, b, shape)
 
 
 def _each(value: Any, dims: int) -> tuple[int, ...]:
@@ -417,10 +284,8 @@ def _around(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> lis
     return [size for sizes in reversed(both) for size in sizes]
 
 
-def _patches(image: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
+def _patches(image: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], places: Sequence[int]) -> Tensor:
     """What a kernel sees of each image at every place: (n, channels · kernel, places)."""
-    reach = [step * (size - 1) + 1 for size, step in zip(kernel, dilation, strict=True)]
-    places = [(size - r) // step + 1 for size, r, step in zip(image.shape[2:], reach, stride, strict=True)]
     inside = image.stride()[2:]
     strides = [s * n for by in (dilation, stride) for s, n in zip(inside, by, strict=True)]
     view = image.as_strided((*image.shape[:2], *kernel, *places), (*image.stride()[:2], *strides), image.storage_offset())
@@ -433,7 +298,7 @@ def _embedding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor | 
     if given.get("max_norm") is not None or given.get("scale_grad_by_freq"):
         return None, {}
 
-    def of_weight(call: Call, b: Tensor) -> Part:
+    def of_weight(call: Call, b: Tensor) -> Contribution:
         a = call.input
         index, out = a.reshape(len(a), -1).long(), b.reshape(len(b), -1, weight.shape[1])
         if padding is not None:
@@ -461,7 +326,7 @@ def _norm(names: Sequence[str], plain: Callable[[Tensor, dict[str, Any]], Tensor
 def _scaling(
     given: dict[str, Any], plain: Callable[[Tensor, dict[str, Any]], Tensor], shape: torch.Size, with_input: bool, channels: bool
 ) -> Make:
-    def of_scale(call: Call, b: Tensor) -> Part:
+    def of_scale(call: Call, b: Tensor) -> Contribution:
         rows = len(b)
         product = b
         if with_input:
@@ -487,22 +352,53 @@ def _plain_group_norm(a: Tensor, given: dict[str, Any]) -> Tensor:
     return F.group_norm(a, given["num_groups"], eps=given.get("eps", 1e-5))
 
 
+def _plain_instance_norm(a: Tensor, given: dict[str, Any]) -> Tensor:
+    if given.get("use_input_stats", True):
+        return F.instance_norm(a, eps=given.get("eps", 1e-5))
+    return _plain_batch_norm(a, given)
+
+
+def _plain_batch_norm(a: Tensor, given: dict[str, Any]) -> Tensor:
+    return F.batch_norm(a, given["running_mean"], given["running_var"], eps=given.get("eps", 1e-5))
+
+
+def _with_statistics(names: Sequence[str], plain: Callable[[Tensor, dict[str, Any]], Tensor]) -> Any:
+    """The rule of a norm that may keep statistics: where it does not change them, and they are the same for every row."""
+    rule = _norm(names, plain, channels=True)
+
+    def make(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor | None, Wanted]:
+        found, wanted = rule(args, kwargs)
+        given = _bound(names, args, kwargs)
+        kept = [tensor for tensor in (given.get("running_mean"), given.get("running_var")) if tensor is not None]
+        changed = given.get("training", bool(kept) and given.get("use_input_stats", True))
+        if changed or any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in kept):
+            return None, {}
+        return found, wanted
+
+    return make
+
+
 _RULES: dict[Any, Any] = {
     F.linear: _linear,
     torch.conv1d: _convolution(1),
     torch.conv2d: _convolution(2),
     torch.conv3d: _convolution(3),
+    torch.conv_transpose1d: _convolution(1, transposed=True),
+    torch.conv_transpose2d: _convolution(2, transposed=True),
+    torch.conv_transpose3d: _convolution(3, transposed=True),
     F.embedding: _embedding,
     F.layer_norm: _norm(("input", "normalized_shape", "weight", "bias", "eps"), _plain_layer_norm, channels=False),
     F.rms_norm: _norm(("input", "normalized_shape", "weight", "eps"), _plain_rms_norm, channels=False),
     F.group_norm: _norm(("input", "num_groups", "weight", "bias", "eps"), _plain_group_norm, channels=True),
+    F.batch_norm: _with_statistics(("input", "running_mean", "running_var"), _plain_batch_norm),
+    F.instance_norm: _with_statistics(("input", "running_mean", "running_var"), _plain_instance_norm),
 }
 
 
 # --- what is wanted of them -------------------------------------------------------------------------------------------
 
 
-def squared_norm(parts: Mapping[str, list[Part]], names: Sequence[str], like: Tensor) -> Tensor:
+def squared_norm(parts: Mapping[str, list[Contribution]], names: Sequence[str], like: Tensor) -> Tensor:
     """(rows,) the squared norm of the gradients by `names` together."""
     total = like.new_zeros(len(like))
     for name in names:
@@ -511,7 +407,7 @@ def squared_norm(parts: Mapping[str, list[Part]], names: Sequence[str], like: Te
     return total
 
 
-def along(parts: Mapping[str, list[Part]], vectors: Mapping[str, Tensor], like: Tensor) -> Tensor:
+def along(parts: Mapping[str, list[Contribution]], vectors: Mapping[str, Tensor], like: Tensor) -> Tensor:
     """(rows,) the gradients times the direction `vectors`."""
     total = like.new_zeros(len(like))
     for name, vector in vectors.items():
@@ -521,7 +417,7 @@ def along(parts: Mapping[str, list[Part]], vectors: Mapping[str, Tensor], like: 
 
 
 def projected(
-    parts: Mapping[str, list[Part]], targets: Mapping[str, Tensor], names: Sequence[str], k: int, seed: int, like: Tensor
+    parts: Mapping[str, list[Contribution]], targets: Mapping[str, Tensor], names: Sequence[str], k: int, seed: int, like: Tensor
 ) -> Tensor:
     """(rows, k) the gradients by `names`, flattened one after the other, times the matrix of `_reduce.entries`."""
     columns = [like.new_zeros(len(like)) for _ in range(k)]
@@ -536,7 +432,7 @@ def projected(
     return torch.stack(columns, dim=-1)
 
 
-def flattened(parts: Mapping[str, list[Part]], targets: Mapping[str, Tensor], names: Sequence[str], like: Tensor) -> Tensor:
+def flattened(parts: Mapping[str, list[Contribution]], targets: Mapping[str, Tensor], names: Sequence[str], like: Tensor) -> Tensor:
     """(rows, parameters) the gradients by `names`, flattened one after the other."""
     rows = len(like)
     flat = [parts[name][0].formed().reshape(rows, -1) if parts[name] else like.new_zeros((rows, targets[name].numel())) for name in names]
@@ -544,7 +440,7 @@ def flattened(parts: Mapping[str, list[Part]], targets: Mapping[str, Tensor], na
 
 
 def total(
-    parts: Mapping[str, list[Part]],
+    parts: Mapping[str, list[Contribution]],
     targets: Mapping[str, Tensor],
     names: Sequence[str],
     weights: Tensor,

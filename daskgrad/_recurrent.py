@@ -16,6 +16,11 @@ from torch.nn.functional import linear
 Formula = Callable[..., Any]
 
 
+def by_formula(name: str, args: tuple[Any, ...]) -> Any:
+    """What torch's recurrent layer or cell of that name returns for `args`; NotImplemented for packed sequences."""
+    return cell(name, args) if name.endswith("cell") else layer(name, args)
+
+
 def layer(name: str, args: tuple[Any, ...]) -> Any:
     """What `torch.lstm`, `gru`, `rnn_tanh` or `rnn_relu` returns for `args`; NotImplemented for packed sequences."""
     from torch._decomp import decompositions as formulas

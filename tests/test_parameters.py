@@ -182,6 +182,12 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "conv2d reflect": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), (2, 5, 5)),
     "conv3d": (lambda: nn.Conv3d(1, 2, 2), (1, 3, 3, 3)),
     "conv transposed": (lambda: nn.ConvTranspose2d(2, 3, 2, stride=2), (2, 3, 3)),
+    "conv transposed with all options": (
+        lambda: nn.ConvTranspose1d(4, 6, 3, stride=2, padding=1, output_padding=2, groups=2, dilation=3),
+        (3, 4, 5),
+    ),
+    "conv transposed of volumes": (lambda: nn.ConvTranspose3d(2, 2, 2), (1, 2, 2, 3, 2)),
+    "conv of more patches than are made at once": (lambda: nn.Conv2d(8, 1, 16), (8, 38, 38)),
     "layer norm": (lambda: nn.LayerNorm(5), (5,)),
     "layer norm on a sequence": (lambda: nn.LayerNorm(5), (3, 5)),
     "layer norm of two axes": (lambda: nn.LayerNorm((3, 5), eps=1e-2), (4, 3, 5)),
@@ -193,11 +199,20 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "rms norm of two axes": (lambda: nn.RMSNorm((2, 5), eps=1e-3), (3, 2, 5)),
     "batch norm in eval": (lambda: nn.BatchNorm1d(4).eval(), (3, 4)),
     "batch norm of images in eval": (lambda: nn.BatchNorm2d(2).eval(), (1, 2, 3, 3)),
+    "batch norm in eval, without statistics": (lambda: nn.BatchNorm1d(4, track_running_stats=False).eval(), (3, 4, 2)),
     "instance norm": (lambda: nn.InstanceNorm1d(3, affine=True), (2, 3, 5)),
+    "instance norm of one image": (lambda: nn.InstanceNorm2d(2, affine=True, eps=1e-2), (2, 3, 4)),
+    "instance norm in eval": (lambda: nn.InstanceNorm1d(3, affine=True, track_running_stats=True).eval(), (2, 3, 5)),
     "prelu": (lambda: nn.PReLU(3), (2, 3)),
     "bilinear": (lambda: _Twice(nn.Bilinear(3, 3, 2)), (3,)),
     "lstm": (lambda: _First(nn.LSTM(3, 4, num_layers=2, batch_first=True)), (5, 3)),
     "lstm, both ways": (lambda: _First(nn.LSTM(2, 3, bidirectional=True)), (4, 2)),
+    "lstm with projections": (lambda: _First(nn.LSTM(3, 5, proj_size=2, bidirectional=True)), (4, 3)),
+    "lstm without bias": (lambda: _First(nn.LSTM(3, 2, bias=False)), (3, 3)),
+    "rnn": (lambda: _First(nn.RNN(3, 4, num_layers=2)), (5, 3)),
+    "rnn of relu": (lambda: _First(nn.RNN(3, 4, nonlinearity="relu", batch_first=True)), (5, 3)),
+    "gru cell": (lambda: nn.GRUCell(3, 4), (3,)),
+    "rnn, its weight used elsewhere, too": (lambda: _LooksAtItself(), (4, 3)),
     "gru": (lambda: _First(nn.GRU(3, 4)), (5, 3)),
     "lstm cell": (lambda: _First(nn.LSTMCell(3, 4)), (3,)),
     "attention": (lambda: _Attention(6, 2), (4, 6)),
@@ -209,7 +224,10 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "weight norm": (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(5, 3)), nn.Tanh(), nn.Linear(3, 2)), (5,)),
     "spectral norm in eval": (lambda: parametrizations.spectral_norm(nn.Linear(5, 3)).eval(), (5,)),
     "orthogonal": (lambda: parametrizations.orthogonal(nn.Linear(4, 4)), (4,)),
+    "slices": (lambda: _Slices(), (4,)),
+    "slices that overlap": (lambda: _Slices(overlap=True), (4,)),
     "tied": (lambda: _Tied(), (4,)),
+    "tied convolutions": (lambda: _TiedConvolutions(), (2, 6)),
     "tied, transposed": (lambda: _TiedTransposed(), (5,)),
     "reused": (lambda: _Reused(), (4,)),
     "in a loop": (lambda: _Loop(), (3,)),
@@ -296,6 +314,43 @@ class _TiedTransposed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden: Tensor = torch.tanh(self.encoder(x))
         return hidden @ self.encoder.weight
+
+
+class _TiedConvolutions(nn.Module):
+    """The same kernel one after the other, once in groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv1d(2, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.inner(torch.tanh(self.inner(x)))
+        return out + F.conv1d(x.repeat(2, 1), self.inner.weight, groups=2, padding=1)
+
+
+class _Slices(nn.Module):
+    """One weight, of which layers take parts."""
+
+    def __init__(self, overlap: bool = False) -> None:
+        super().__init__()
+        self.overlap = overlap
+        self.weight, self.bias = nn.Parameter(torch.zeros(6, 4)), nn.Parameter(torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, _ = self.weight.chunk(3)
+        bias, _ = torch.split(self.bias, [2, 4], dim=0)
+        out = F.linear(torch.tanh(F.linear(x, first, bias)).repeat(2), second) + F.linear(x, first)
+        return out + F.linear(x, self.weight.split(3)[0])[:2] if self.overlap else out
+
+
+class _LooksAtItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.RNN(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)[0]
+        return out + self.inner.weight_hh_l0.square().mean()
 
 
 class _Reused(nn.Module):
@@ -386,6 +441,27 @@ class _Branch(nn.Module):
 def test_a_layer(name: str) -> None:
     make, shape = LAYERS[name]
     assert_by_parameters(table(*shape), loss, {"model": seeded(make)})
+
+
+WITHOUT_RULES = {
+    "batch norm in eval, without statistics",
+    "prelu",
+    "bilinear",
+    "weight norm",
+    "spectral norm in eval",
+    "orthogonal",
+    "tied, transposed",
+    "regularised",
+    "rnn, its weight used elsewhere, too",
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_which_layers_have_rules(name: str) -> None:
+    make, shape = LAYERS[name]
+    text = str(dg.explain(table(*shape), loss, wrt=dg.norm("model"), shared={"model": seeded(make)}))
+    assert "never formed" in text
+    assert ("having no rule" in text) == (name in WITHOUT_RULES)
 
 
 @pytest.mark.parametrize(
@@ -488,6 +564,79 @@ def test_convolutions_of_any_kind(
     model = seeded(lambda: kind(groups * channels, groups * per_group, kernel, **options))
     shape = (*([samples] if samples else []), groups * channels, *([6, 7][:dims]))
     assert_by_parameters(table(*shape, rows=5), loss, {"model": model}, engines=["vmap"])
+
+
+@given(
+    dims=st.integers(1, 2),
+    channels=st.integers(1, 2),
+    per_group=st.integers(1, 3),
+    groups=st.integers(1, 3),
+    kernel=st.integers(1, 3),
+    stride=st.integers(1, 3),
+    padding=st.integers(0, 1),
+    more=st.integers(0, 2),
+    dilation=st.integers(1, 3),
+    samples=st.integers(0, 2),
+)
+def test_transposed_convolutions_of_any_kind(
+    dims: int,
+    channels: int,
+    per_group: int,
+    groups: int,
+    kernel: int,
+    stride: int,
+    padding: int,
+    more: int,
+    dilation: int,
+    samples: int,
+) -> None:
+    kind: Any = nn.ConvTranspose1d if dims == 1 else nn.ConvTranspose2d
+    more = min(more, max(stride, dilation) - 1)  # torch's limit
+    options = {"stride": stride, "padding": padding, "output_padding": more, "dilation": dilation, "groups": groups}
+    model = seeded(lambda: kind(groups * channels, groups * per_group, kernel, **options))
+    shape = (*([samples] if samples else []), groups * channels, *([4, 5][:dims]))
+    assert_by_parameters(table(*shape, rows=5), loss, {"model": model}, engines=["vmap"])
+
+
+@given(
+    kind=st.sampled_from(["batch", "instance", "group", "instance in eval"]),
+    samples=st.integers(1, 3),
+    channels=st.integers(1, 4),
+    axes=st.integers(1, 3),
+    eps=st.sampled_from([1e-5, 1e-1]),
+)
+def test_norms_of_channels_of_any_size(kind: str, samples: int, channels: int, axes: int, eps: float) -> None:
+    def make() -> nn.Module:
+        if kind == "group":
+            return nn.GroupNorm(channels, 2 * channels, eps=eps)
+        family: Any = getattr(nn, f"{'Batch' if kind == 'batch' else 'Instance'}Norm{axes}d")
+        layer: nn.Module = family(2 * channels, eps=eps, affine=True, track_running_stats=kind != "instance")
+        for name, buffer in layer.named_buffers():
+            if name != "num_batches_tracked":
+                buffer.copy_(torch.rand_like(buffer) + 0.5)
+        return layer.eval()
+
+    shape = (samples, 2 * channels, *([3, 2, 2][:axes]))
+    assert_by_parameters(table(*shape, rows=5), loss, {"model": seeded(make)}, engines=["vmap"])
+
+
+@given(
+    kind=st.sampled_from([nn.RNN, nn.GRU, nn.LSTM]),
+    steps=st.integers(1, 5),
+    size_in=st.integers(1, 4),
+    size=st.integers(1, 4),
+    layers=st.integers(1, 2),
+    both=st.booleans(),
+    bias=st.booleans(),
+    first=st.booleans(),
+)
+def test_recurrent_layers_of_any_size(
+    kind: Any, steps: int, size_in: int, size: int, layers: int, both: bool, bias: bool, first: bool
+) -> None:
+    def make() -> nn.Module:
+        return _First(kind(size_in, size, num_layers=layers, bidirectional=both, bias=bias, batch_first=first))
+
+    assert_by_parameters(table(steps, size_in, rows=5), loss, {"model": seeded(make)}, engines=["vmap"])
 
 
 @given(length=st.integers(1, 12), count=st.integers(1, 8), width=st.integers(1, 4), padding=st.booleans(), axes=st.booleans())
