@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -26,11 +27,21 @@ def main(workloads: tuple[str, ...], quick: bool, out: Path) -> None:
     """Measure the named WORKLOADS, or all."""
     results = {}
     for name in workloads or WORKLOADS:
-        workload = importlib.import_module(name).workload(quick)
-        results[name] = harness.measure(workload)
-        click.echo(harness.table(f"{name}: {workload.title}", results[name]) + "\n")
+        for label, workload in made(name, quick):
+            results[label] = harness.measure(workload)
+            click.echo(harness.table(f"{label}: {workload.title}", results[label]) + "\n")
     harness.write(out, harness.as_json(results))
     click.echo(f"Written: {out}")
+
+
+def made(name: str, quick: bool) -> Iterator[tuple[str, harness.Workload]]:
+    """The workloads of a file: one, or several with a name each."""
+    module = importlib.import_module(name)
+    if hasattr(module, "workload"):
+        yield name, module.workload(quick)
+    else:
+        for label, workload in module.workloads(quick):
+            yield f"{name}: {label}", workload
 
 
 if __name__ == "__main__":

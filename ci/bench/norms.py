@@ -31,7 +31,8 @@ class Task:
     Attributes:
         loss: of one row, as daskgrad and the loop take it.
         losses: of the model's outputs for a batch and its `y`, (rows,), as the others take it.
-        x, y: (rows, *shape) and (rows,).
+        x, y: (rows, *shape) and (rows,), or (rows, *shape) as well.
+        twin: the same model with the layers that Opacus has for it, where it needs its own.
     """
 
     model: nn.Module
@@ -39,6 +40,7 @@ class Task:
     losses: Callable[[Tensor, Tensor], Tensor]
     x: Tensor
     y: Tensor
+    twin: nn.Module | None = None
 
     def batches(self, rows: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         return zip(self.x[:rows].split(size), self.y[:rows].split(size), strict=True)
@@ -58,10 +60,10 @@ def workload(quick: bool) -> Workload:
     return norms("norm of the gradient by an MLP's parameters (100-256-256-1), float32, one thread", task, best, quick)
 
 
-def norms(title: str, task: Task, best: Mapping[str, int], quick: bool) -> Workload:
-    """daskgrad, the ways named in `best` with their batch sizes, and the loop."""
-    rows, few = len(task.x), min(len(task.x), 256)
-    frame = pd.DataFrame({"x": list(task.x.numpy()), "y": task.y.numpy()})
+def norms(title: str, task: Task, best: Mapping[str, int], quick: bool, few: int = 256) -> Workload:
+    """daskgrad, the ways named in `best` with their batch sizes, and the loop; slow ways do the first `few` rows."""
+    rows, few = len(task.x), min(len(task.x), few)
+    frame = pd.DataFrame({"x": cells(task.x), "y": cells(task.y)})
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     expected = by_loop(task, few).numpy()
@@ -69,7 +71,8 @@ def norms(title: str, task: Task, best: Mapping[str, int], quick: bool) -> Workl
     for name, size in best.items():
         prepare, way, fast = WAYS[name]
         count = rows if fast else few
-        arms.append(Arm(name, count, partial(way, task, prepare(copy.deepcopy(task.model)), count, size)))
+        model = task.twin if task.twin is not None and name.startswith("Opacus") else task.model
+        arms.append(Arm(name, count, partial(way, task, prepare(copy.deepcopy(model)), count, size)))
     arms.append(Arm("loop", few, partial(by_loop, task, few)))
 
     def check(name: str, result: Any) -> None:
@@ -78,6 +81,11 @@ def norms(title: str, task: Task, best: Mapping[str, int], quick: bool) -> Workl
         np.testing.assert_allclose(found[:few], expected, rtol=1e-3, atol=1e-6 * expected.max(), err_msg=name)
 
     return Workload(title, arms, check, repeats=2 if quick else 7, close=lambda: torch.set_num_threads(threads))
+
+
+def cells(values: Tensor) -> Any:
+    """A column: of numbers, or of arrays."""
+    return values.numpy() if values.dim() == 1 else list(values.numpy())
 
 
 # --- the ways ---------------------------------------------------------------------------------------------------------
@@ -138,13 +146,17 @@ def by_loop(task: Task, rows: int) -> Tensor:
     return torch.stack(found)
 
 
+def for_opacus(model: nn.Module) -> dict[str, Any]:
+    return {"loss_reduction": "sum", "batch_first": getattr(model, "batch_first", True)}
+
+
 Way = Callable[[Task, Any, int, int], Tensor]
 WAYS: dict[str, tuple[Callable[[nn.Module], Any], Way, bool]] = {  # how the model is prepared, the way, whether it does all rows
     "BackPACK": (extend, by_backpack, True),
-    "Opacus hooks": (lambda model: GradSampleModule(model, loss_reduction="sum"), by_opacus, False),
-    "Opacus functorch": (lambda model: GradSampleModule(model, loss_reduction="sum", force_functorch=True), by_opacus, False),
+    "Opacus hooks": (lambda model: GradSampleModule(model, **for_opacus(model)), by_opacus, False),
+    "Opacus functorch": (lambda model: GradSampleModule(model, force_functorch=True, **for_opacus(model)), by_opacus, False),
     "Opacus ghost": (
-        lambda model: GradSampleModuleFastGradientClipping(model, loss_reduction="sum", max_grad_norm=1.0, use_ghost_clipping=True),
+        lambda model: GradSampleModuleFastGradientClipping(model, max_grad_norm=1.0, use_ghost_clipping=True, **for_opacus(model)),
         by_ghost,
         True,
     ),
