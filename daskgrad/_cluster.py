@@ -25,7 +25,8 @@ def local_client(
     live data. `os.environ` stays as it was. The workers end with the client: at `close()`, at the end of the `with`
     block, or with the interpreter. A worker that dies is restarted, however often.
 
-    In a script, call it under `if __name__ == "__main__":`, because worker processes import the script.
+    In a script, call it under `if __name__ == "__main__":`, because worker processes import the script; elsewhere it is
+    refused.
 
     Args:
         n_workers: worker processes. None: one per core (divided by `threads_per_worker`), as far as memory reaches.
@@ -44,7 +45,8 @@ def local_client(
         A `dask.distributed.Client`, set as the default, so that `.compute()` runs on it.
 
     Raises:
-        PlanError: too little memory; `tls` without the `cryptography` package; an argument that would undo the above.
+        PlanError: a script without that guard; too little memory; `tls` without the `cryptography` package; an
+            argument that would undo the above.
 
     Example:
         >>> import daskgrad as dg

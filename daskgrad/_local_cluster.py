@@ -26,6 +26,7 @@ from distributed.utils import silence_logging_cmgr
 from distributed.worker_memory import parse_memory_limit
 
 from ._errors import PlanError
+from ._main_script import must_be_guarded
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,8 @@ def start(
             f"local_client() got {', '.join(refused)}, which it sets itself: worker processes on {LOOPBACK} only. "
             f"For another cluster, make a dask.distributed.LocalCluster and a Client of it; daskgrad runs on that too."
         )
+    if dask.config.get("distributed.worker.multiprocessing-method", "spawn") != "fork":
+        must_be_guarded("local_client()")
     if n_workers is None:
         n_workers = _workers_that_fit(threads_per_worker, memory_limit)
     memory = _memory_per_worker(memory_limit, n_workers)

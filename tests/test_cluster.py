@@ -20,7 +20,8 @@ from urllib.parse import urlsplit
 import dask
 import psutil
 import pytest
-from distributed import Client, Security, Status
+from distributed import Client, LocalCluster, Security, Status
+from programs import first_byte, presenting, wait_until
 
 from daskgrad import PlanError, local_client
 from daskgrad._local_cluster import MALLOC_SETTINGS, LocalClient
@@ -82,7 +83,7 @@ def client(environ: dict[str, str]) -> Iterator[LocalClient]:
         yield client
 
 
-def test_every_listener_is_on_loopback(client: LocalClient) -> None:
+def test_case_c18_every_listener_is_on_loopback(client: LocalClient) -> None:
     found = listeners()
     assert len(found) >= 2 + 3 * 2  # scheduler: comm, http; each worker: nanny, worker, http
     assert {address for address, _ in found} == {LOOPBACK}
@@ -112,7 +113,7 @@ def test_os_environ_stays_as_it_was(client: LocalClient, environ: dict[str, str]
     assert now == {name: value for name, value in environ.items() if name != "PYTEST_CURRENT_TEST"}
 
 
-def test_a_busy_port_is_no_error_and_no_warning() -> None:
+def test_case_c19_a_busy_port_is_no_error_and_no_warning() -> None:
     with socket.socket() as taken, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         taken.bind((LOOPBACK, 0))
@@ -123,6 +124,14 @@ def test_a_busy_port_is_no_error_and_no_warning() -> None:
             assert port not in (busy, 0)
             assert (LOOPBACK, port) in listeners()
     assert not [w for w in caught if "already in use" in str(w.message)]
+
+
+def test_case_c19_a_proxys_link_is_the_clients_own() -> None:
+    link = "https://hub.example/proxy/{port}/status"
+    with dask.config.set({"distributed.dashboard.link": link}), local_client(n_workers=0, dashboard_port=0) as client:
+        port = client.scheduler_info()["services"]["dashboard"]
+        assert client.dashboard_link == link.format(port=port)
+        assert (LOOPBACK, port) in listeners()
 
 
 def test_without_a_dashboard_no_page_is_served() -> None:
@@ -181,12 +190,11 @@ def test_a_worker_killed_twice_comes_back_for_good() -> None:
 
 
 def wait_for_another(client: Client, old: int) -> int:
-    """The process id of the worker that replaces `old`."""
-    for _ in range(200):
-        if (found := workers_of(client)) and found != [old]:
-            return found[0]
-        time.sleep(0.05)
-    raise AssertionError("the worker did not come back")
+    """The process id of the worker that replaces `old`. Its nanny is asked: a message to who just died waits for long."""
+    (nanny,) = client.cluster.workers.values()
+    wait_until(lambda: nanny.pid not in (None, old) and client.scheduler_info()["workers"], "another worker process")
+    found: int = nanny.pid
+    return found
 
 
 def test_closing_the_client_ends_its_cluster() -> None:
@@ -197,6 +205,17 @@ def test_closing_the_client_ends_its_cluster() -> None:
     assert cluster.status == Status.closed
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     client.close()  # again does no harm
+
+
+def test_a_client_of_the_users_is_left_alone(client: LocalClient) -> None:
+    """It is the default again afterwards, and on its cluster nothing has changed."""
+    with LocalCluster(n_workers=0, host=LOOPBACK, dashboard_address=f"{LOOPBACK}:0") as theirs, Client(theirs) as user:
+        before = (dict(user.cluster.scheduler.plugins), sorted(dask.config.config), user.scheduler_info()["workers"])
+        with local_client(n_workers=0, dashboard_port=None) as ours:
+            assert Client.current() is ours
+        assert Client.current() is user
+        assert (dict(user.cluster.scheduler.plugins), sorted(dask.config.config), user.scheduler_info()["workers"]) == before
+        assert user.status == "running"
 
 
 SCRIPT = """
@@ -210,8 +229,8 @@ SCRIPT = """
 """
 
 
-def run_script(folder: Path, ending: str, interrupt: bool = False) -> tuple[int, str, str]:
-    """(exit code, stdout without the worker's pid, stderr) of a script that starts a client and ends so."""
+def run_script(folder: Path, ending: str, send: signal.Signals | None = None) -> tuple[int, str, str]:
+    """(exit code, stdout without the worker's pid, stderr) of a script that starts a client and ends so, or by a signal."""
     script = folder / "script.py"
     script.write_text(textwrap.dedent(SCRIPT).format(ending=ending))
     process = subprocess.Popen(
@@ -219,11 +238,11 @@ def run_script(folder: Path, ending: str, interrupt: bool = False) -> tuple[int,
     )
     assert process.stdout
     worker = int(process.stdout.readline())
-    if interrupt:
+    if send is not None:
         time.sleep(0.5)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(send)
     out, err = process.communicate(timeout=60)
-    assert not psutil.pid_exists(worker)
+    wait_until(lambda: not psutil.pid_exists(worker), "the end of the worker", 20)
     return process.returncode, out, err
 
 
@@ -233,21 +252,66 @@ def test_the_interpreters_exit_ends_it_without_a_word(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_it_and_says_one_thing(tmp_path: Path) -> None:
     gather = "client.gather(client.map(time.sleep, [1] * 50, pure=False))"
-    code, out, err = run_script(tmp_path, gather, interrupt=True)
+    code, out, err = run_script(tmp_path, gather, signal.SIGINT)
     assert (code, out) == (-signal.SIGINT, "")
     assert err.count("KeyboardInterrupt") == err.count("Traceback (most recent call last)") == 1
     assert "AllExit" not in err
     assert "cannot schedule new futures" not in err
 
 
-def first_byte(address: str, context: ssl.SSLContext) -> bytes:
-    """What a Dask server says first to a client that comes with this context."""
-    where = urlsplit(address)
-    with (
-        socket.create_connection((where.hostname, where.port), timeout=20) as plain,
-        context.wrap_socket(plain) as encrypted,
-    ):
-        return encrypted.recv(1)
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_of_a_program_that_is_ended(tmp_path: Path, sent: signal.Signals) -> None:
+    """A batch system ends a job by SIGTERM, and by SIGKILL where that does not help: the workers go too, soon after."""
+    code, out, _ = run_script(tmp_path, "client.gather(client.map(time.sleep, [1] * 50, pure=False))", sent)
+    assert (code, out) == (-sent, "")
+
+
+def test_work_is_done_without_a_word(tmp_path: Path) -> None:
+    """Nothing is printed but what the script prints, by no process."""
+    column = "dg.grad_column(dd.from_pandas(pd.Series([1.0, 2.0, 3.0], name='x'), npartitions=2), lambda x: x * x)"
+    ending = f"import pandas as pd, dask.dataframe as dd, daskgrad as dg; print(list({column}.compute()))"
+    assert run_script(tmp_path, ending) == (0, "[2.0, 4.0, 6.0]\n", "")
+
+
+UNGUARDED = {
+    "at the top": "import daskgrad\nclient = daskgrad.local_client(n_workers=1)\n",
+    "in a function": "import daskgrad\ndef main():\n    daskgrad.local_client(n_workers=1)\nif True:\n    main()\n",
+}
+
+
+@pytest.mark.parametrize("where", UNGUARDED)
+def test_a_script_without_a_guard_is_told_so_in_one_sentence(tmp_path: Path, where: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(UNGUARDED[where])
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert lines[-1].startswith("daskgrad._errors.PlanError: local_client() starts processes, and each of them runs")
+    assert lines[-1].endswith('Put what starts there under `if __name__ == "__main__":`.')
+    assert done.stderr.count("Traceback") == 1
+
+
+GUARDED = """
+import multiprocessing
+import daskgrad
+
+def main():
+    with daskgrad.local_client(n_workers=0, dashboard_port=None) as client:
+        print(client.status)
+
+if {test}:
+    main()
+"""
+
+
+@pytest.mark.parametrize("test", ['__name__ == "__main__"', "multiprocessing.parent_process() is None"])
+@pytest.mark.parametrize("module", [False, True])
+def test_a_guard_is_seen(tmp_path: Path, test: str, module: bool) -> None:
+    (tmp_path / "script.py").write_text(GUARDED.format(test=test))
+    how = ["-m", "script"] if module else ["script.py"]
+    done = subprocess.run([sys.executable, *how], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "running\n", "")
 
 
 def context_of(security: Security) -> ssl.SSLContext:
@@ -258,15 +322,13 @@ def context_of(security: Security) -> ssl.SSLContext:
 
 
 def test_tls_keeps_out_who_has_no_certificate() -> None:
-    bare = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    bare.check_hostname, bare.verify_mode = False, ssl.CERT_NONE
     with local_client(n_workers=1, dashboard_port=None, tls=True) as client:
         assert client.submit(sum, [1, 2, 3]).result() == 6
         (worker,) = client.scheduler_info()["workers"]
         for address in (client.scheduler.address, worker):
             assert address.startswith(f"tls://{LOOPBACK}")
             assert len(first_byte(address, context_of(client.security))) == 1
-            for context in (bare, context_of(Security.temporary())):
+            for context in (presenting(), context_of(Security.temporary())):
                 with pytest.raises((ssl.SSLError, ConnectionError)):
                     first_byte(address, context)
 
