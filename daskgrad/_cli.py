@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from . import __version__
+from . import __version__, _options
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from ._command import Request
+
+USAGE, FAILED, INTERRUPTED = 2, 1, 130
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="""\b
+Tab completion, for this shell; put the line into ~/.bashrc or ~/.zshrc to keep it:
+  eval "$(_DASKGRAD_COMPLETE=bash_source daskgrad)"
+  eval "$(_DASKGRAD_COMPLETE=zsh_source daskgrad)"
+  _DASKGRAD_COMPLETE=fish_source daskgrad | source""",
+)
 @click.version_option(__version__, prog_name="daskgrad")
 def main() -> None:
     """Gradients of a PyTorch function of one row, as columns of your dataframe."""
@@ -43,3 +61,194 @@ def demo(rows: int, out: Path, workers: int | None) -> None:
     from ._demo import run
 
     run(rows, out, workers, say=click.echo)
+
+
+# --- a call in words --------------------------------------------------------------------------------------------------
+
+
+class _Files(click.ParamType):  # type: ignore[type-arg]
+    """Text that a shell completes with the names of files."""
+
+    name = "text"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
+        from click.shell_completion import CompletionItem
+
+        return [CompletionItem(incomplete, type="file")]
+
+
+_CALL = [
+    click.argument("source", metavar="IN", type=_Files()),
+    click.argument("function", metavar="FUNCTION", type=_Files()),
+    click.option("--wrt", multiple=True, metavar="ARG", help="Differentiate by this argument: column d_ARG. [default: the first]"),
+    click.option("--derivative", "named", multiple=True, metavar="NAME=SPEC", help="A derivative by name: gamma=spot,spot."),
+    click.option("--input", "inputs", multiple=True, metavar="ARG=COLUMN", help="Feed an argument; x=a,b or x='f*' stacks columns."),
+    click.option("--shared", multiple=True, metavar="ARG=VALUE", help="The same for every row: a number, or FILE.py:model."),
+    click.option("--where", metavar="CONDITION", help="Only these rows: \"kind == 'call' and vol < 0.5\"."),
+    click.option("--keep", multiple=True, metavar="COLUMN", help="Write these columns of IN beside the derivatives. [default: all]"),
+    click.option("--only", is_flag=True, help="Write the derivatives alone."),
+    click.option("--column", "dtypes", multiple=True, metavar="COLUMN=DTYPE", help="What a CSV column holds: n=float64."),
+    click.option("--separator", help="Of a CSV file. [default: a comma]"),
+    click.option("--engine", type=click.Choice(_options.CHOICES["engine"]), default="auto", show_default=True),
+    click.option("--on-error", type=click.Choice(_options.CHOICES["on_error"]), default="raise", show_default=True,
+                 help="null: a row that fails is missing in the result, and the others go on."),
+    click.option("--batch-size", type=click.IntRange(min=1), help="Rows computed at once. [default: chosen]"),
+    click.option("--dtype", type=click.Choice(["float32", "float64"]), help="Of the computation. [default: that of the data]"),
+    click.option("--device", help="cpu, cuda, cuda:1, or auto. [default: cpu]"),
+    click.option("--allow-unused", is_flag=True, help="Zeros, not an error, where no argument reaches the output."),
+    click.option("--randomness", type=click.Choice(_options.CHOICES["randomness"]), default="error", show_default=True,
+                 help="Random draws: refused, for each row, or once for all."),
+    click.option("--seed", type=int, help="Makes draws repeatable."),
+    click.option("--scheduler", metavar="WHERE", default="threads", show_default=True,
+                 help="threads of this process; local: processes on this machine; or the ADDRESS of a Dask cluster."),
+    click.option("--workers", type=click.IntRange(min=1), help="Processes of --scheduler local (which this implies)."),
+    click.option("--debug", is_flag=True, help="Show the traceback of an error."),
+]  # fmt: skip
+
+_FILES = [
+    click.option("--out", type=click.Path(path_type=Path), metavar="OUT",
+                 help="A .parquet folder or a .csv file. Without it the first rows are shown."),
+    click.option("--resume", is_flag=True, help="Go on where an earlier run with the same IN and FUNCTION stopped."),
+    click.option("--overwrite", is_flag=True, help="Replace OUT."),
+    click.option("--quiet", is_flag=True, help="No progress, no summary."),
+]  # fmt: skip
+
+_SPECS = """\b
+FUNCTION is FILE.py:function or package.module:function: a PyTorch function of one
+row. Its arguments are the columns of their names.
+\b
+SPEC       column                    SPEC           column
+value      what the function returns norm(x)        length of the gradient
+x          d/dx                      norm(x, y)     of both together
+x,y        d²/dx dy                  dot(x, v)      along column v
+problem    what is wrong with a row  project(x, 8)  random projection
+aux(name)  a further output
+\b
+Exit status: 0 done, 1 a row or a worker failed, 2 the call makes no sense,
+130 interrupted."""
+
+
+def _with(options: list[Any]) -> Callable[[Any], Any]:
+    return lambda command: functools.reduce(lambda made, option: option(made), reversed(options), command)
+
+
+def _reported(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` whose errors are one line and an exit status, and whose warnings are one line each."""
+
+    from ._errors import EngineWarning
+
+    @functools.wraps(command)
+    def run(*, debug: bool, **arguments: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("once", EngineWarning)
+            warnings.filterwarnings("ignore", "The inplace keyword", category=Warning)  # Dask's own reader, under pandas 3.1
+            warnings.showwarning = lambda message, *_, **__: click.echo(f"Warning: {_one_line(str(message))}", err=True)
+            try:
+                command(**arguments)
+            except (click.ClickException, click.exceptions.Exit):
+                raise
+            except (KeyboardInterrupt, Exception) as error:
+                if debug:
+                    raise
+                click.echo(_sentence(error), err=True)
+                raise SystemExit(_status(error)) from None
+
+    return run
+
+
+def _sentence(error: BaseException) -> str:
+    from ._errors import DaskgradError
+    from ._input import misled
+
+    if isinstance(error, KeyboardInterrupt):
+        return "Interrupted."
+    remedy = misled(error)
+    text = _one_line(remedy or str(error))
+    ours = isinstance(error, DaskgradError) or remedy is not None
+    return f"Error: {text}" if ours else f"Error: {type(error).__name__}: {text} (--debug shows where)"
+
+
+def _status(error: BaseException) -> int:
+    from ._errors import PlanError
+
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    return USAGE if isinstance(error, PlanError) else FAILED
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _request(source: str, function: str, *, keep: tuple[str, ...], only: bool, **rest: Any) -> Request:
+    from ._command import Request
+
+    text = {name: rest.pop(name) for name in ("wrt", "named", "inputs", "shared", "where", "dtypes", "separator")}
+    options = {name: value for name, value in rest.items() if value is not None}
+    return Request(source, function, keep=keep if keep or only else None, options=options, **text)
+
+
+def _scheduler(name: str, workers: int | None) -> AbstractContextManager[Any]:
+    """Where it is computed: in this process, in processes of this machine, or on a cluster that runs already."""
+    import dask
+
+    if workers is not None and name == "threads":
+        name = "local"
+    if name == "local":
+        import logging
+
+        from ._cluster import local_client
+
+        return local_client(workers, silence_logs=logging.CRITICAL)
+    if "://" in name or ":" in name:
+        from distributed import Client
+
+        client: AbstractContextManager[Any] = Client(name)
+        return client
+    if name not in ("threads", "processes", "synchronous"):
+        raise click.BadParameter(f"{name!r} is neither threads nor local nor an address such as tcp://host:8786", param_hint="--scheduler")
+    return dask.config.set(scheduler=name)
+
+
+@main.command(epilog=_SPECS)
+@_with([*_CALL[:8], *_FILES, *_CALL[8:]])
+@_reported
+def grad(out: Path | None, resume: bool, overwrite: bool, quiet: bool, scheduler: str, workers: int | None, **call: Any) -> None:
+    """Differentiate FUNCTION at every row of IN, and write the table with its derivatives to OUT.
+
+    IN is a Parquet or CSV file, a folder of them, or a quoted glob ('2024-*.csv').
+
+    \b
+    daskgrad grad book.csv model.py:price --wrt spot --out deltas.csv
+    daskgrad grad book.parquet model.py:price --derivative gamma=spot,spot \\
+        --derivative value=value --where "kind == 'call'" --out greeks.parquet
+    """
+    import time
+
+    from . import _command
+
+    request = _request(**call)
+    with _scheduler(scheduler, workers):
+        frame, made = _command.frame_of(request)
+        if out is None:
+            click.echo(_command.first_rows(frame))
+            click.echo("These are the first rows; nothing is written. --out FILE.parquet or FILE.csv writes all.", err=True)
+            return
+        started = time.perf_counter()
+        with _command.progress(quiet):
+            files = _command.write(frame, out, resume=resume, overwrite=overwrite)
+        if not quiet:
+            for line in _command.summary(files, made, out, time.perf_counter() - started):
+                click.echo(line)
+        _command.finish(out)
+
+
+@main.command(epilog=_SPECS)
+@_with([*_CALL[:8], *_FILES, *_CALL[8:]])
+@_reported
+def explain(scheduler: str, workers: int | None, out: Path | None, resume: bool, overwrite: bool, quiet: bool, **call: Any) -> None:
+    """Say what `grad` with the same arguments would read, run and return, and why; a few rows are computed, nothing is written."""
+    from . import _command
+
+    with _scheduler(scheduler, workers):
+        click.echo(str(_command.explanation_of(_request(**call))))

@@ -11,7 +11,7 @@ import numpy as np
 from ._errors import PlanError
 from ._names import listing, nearest
 
-_CHOICES = {
+CHOICES = {
     "engine": ("auto", "vmap", "loop"),
     "on_error": ("raise", "null"),
     "randomness": ("error", "different", "same"),
@@ -48,7 +48,7 @@ class Options:
 def make(given: dict[str, Any]) -> Options:
     """The options of a call, or a PlanError that names the one that is wrong."""
     _check_names(given)
-    for name, choices in _CHOICES.items():
+    for name, choices in CHOICES.items():
         if name in given and given[name] not in choices:
             raise PlanError(f"{name}={given[name]!r} is not possible. Possible: {listing(choices)}.")
     given = dict(given)
