@@ -1,0 +1,80 @@
+"""The notebooks run from a clean kernel, and what is stored is what a reader should see."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+LARGEST = 300_000  # bytes of a file
+EACH = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+RUN = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {ci!r})
+import nbformat
+from run_notebooks import executed
+nbformat.write(executed(Path({path!r}), Path({folder!r})), {out!r})
+"""
+
+
+def test_there_are_notebooks() -> None:
+    assert [path.name[0] for path in NOTEBOOKS] == ["1", "2", "3", "4", "5"]
+
+
+@pytest.mark.slow
+@EACH
+def test_a_clean_kernel_executes_it_and_shows_the_same_kinds_of_things(path: Path, tmp_path: Path) -> None:
+    """In a process of its own: the kernel's client keeps event loops and sockets that are none of the other tests' business."""
+    out = tmp_path / "executed.ipynb"
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    code = RUN.format(ci=str(ROOT / "ci"), path=str(path), folder=str(folder), out=str(out))
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    now = nbformat.read(out, as_version=4)
+    clean(now)
+    stored = nbformat.read(path, as_version=4)
+    for cell, again in zip(code_cells(stored), code_cells(now), strict=True):
+        assert kinds(cell) == kinds(again), (
+            f"the outputs stored are of another run than of this source: ci/notebooks {path.stem[0]}\n{cell.source}"
+        )
+
+
+@EACH
+def test_it_is_stored_with_outputs_that_anyone_may_see(path: Path) -> None:
+    assert path.stat().st_size <= LARGEST
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert [cell.execution_count for cell in code_cells(notebook)] == list(range(1, len(code_cells(notebook)) + 1))
+    assert notebook.cells[0].source.startswith("# ")
+    assert any("image/png" in output.get("data", {}) for cell in code_cells(notebook) for output in cell.outputs), "no picture"
+    clean(notebook)
+
+
+def clean(notebook: Any) -> None:
+    """No warning, no error, no path and no name of the machine that ran it."""
+    for cell in code_cells(notebook):
+        for output in cell.outputs:
+            assert output.output_type != "error", output
+            assert output.get("name") != "stderr", output.text
+            data = {kind: value for kind, value in output.get("data", {}).items() if not kind.startswith("image/")}
+            shown = json.dumps([output.get("text", ""), data])
+            assert not re.search(r"/(root|home|tmp|usr|work|Users|var)/|Warning|0x[0-9a-f]{6}", shown), shown
+
+
+def code_cells(notebook: Any) -> list[Any]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def kinds(cell: Any) -> list[Any]:
+    return [sorted(output.data) if "data" in output else output.output_type for output in cell.outputs]
