@@ -64,6 +64,9 @@ REFUSED: dict[str, str] = {
     "masked.norm": "order 0: constant for plain torch, of gradient zero in a batch",
     "linalg.lstsq": "a matrix without full rank: which of many answers comes depends on the kernel",
     "linalg.lstsq.grad_oriented": "the same",
+    "linalg.qr": "a matrix without full rank: a zero of R is divided by, and is rounding, which depends on the processor",
+    "qr": "the same",
+    "linalg.eig": "equal eigenvalues: their difference is divided by, and is rounding, which depends on the processor",
     "linalg.det": "a singular matrix: torch perturbs it, and by what depends on the kernel",
 }
 """What is tried at the sample's own scales by its first tensor alone, and why."""
