@@ -1,6 +1,7 @@
 """The user's line in a message: file, line number and source, also where a function has travelled.
 
-cloudpickle takes the file's name out of the functions that it sends by value; it travels beside the plan instead.
+cloudpickle takes the file's name out of the functions that it sends by value; it travels beside the plan instead. A
+notebook's cell has a file too, of which nobody has heard: it is called as IPython calls it, `In[3]`.
 """
 
 from __future__ import annotations
@@ -20,18 +21,19 @@ if TYPE_CHECKING:
     from ._plan import Plan
 
 Code = tuple[str, int, bytes]  # name, first line and bytecode tell which code it is, wherever it runs
+File = tuple[str, str]  # its name, and what a reader calls it
 
 _NO_FILE = "<dynamic-code>"
-_files: dict[Code, str] = {}
+_files: dict[Code, File] = {}
 
 
-def files_of(plan: Plan) -> dict[Code, str]:
+def files_of(plan: Plan) -> dict[Code, File]:
     """The file of each function in reach of the row function of `plan`."""
     found = (value.__code__ for _, value in reachable(plan) if isinstance(value, types.FunctionType))
-    return {_identity(code): code.co_filename for top in found for code in _nested(top)}
+    return {_identity(code): (code.co_filename, _called(code.co_filename)) for top in found for code in _nested(top)}
 
 
-def arrived(files: Mapping[Code, str]) -> None:
+def arrived(files: Mapping[Code, File]) -> None:
     """Functions from `files` run in this process from now on."""
     _files.update(files)
 
@@ -41,11 +43,19 @@ def users_line() -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_inside()):
         frame = frame.f_back
-    name, number = frame.f_code.co_filename, frame.f_lineno
-    if name == _NO_FILE:
-        name = _files.get(_identity(frame.f_code), name)
-    source = linecache.getline(name, number, frame.f_globals).strip()
-    return f"{name}:{number}" + (f" `{source}`" if source else "")
+    file, number = frame.f_code.co_filename, frame.f_lineno
+    called = _called(file)
+    if file == _NO_FILE:
+        file, called = _files.get(_identity(frame.f_code), (file, called))
+    source = linecache.getline(file, number, frame.f_globals).strip()
+    return f"{called}:{number}" + (f" `{source}`" if source else "")
+
+
+def _called(file: str) -> str:
+    """`In[3]` for the file of a notebook's cell, in the process of the notebook."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    cell = None if shell is None else shell.compile.format_code_name(file)
+    return file if cell is None else cell[1]
 
 
 @functools.cache
