@@ -207,7 +207,7 @@ def _engine(plan: Plan, reports: Sequence[Report], reason: str | None) -> list[t
     if batched:
         paths, size = sum(r.paths for r in reports), max(r.batch_size for r in reports)
         per_row = max(r.bytes_per_row for r in reports)
-        lines.append(("groups and paths", f"{len(reports)} groups of rows that are alike, {paths} paths through the function"))
+        lines.append(("groups and paths", f"{_counted(len(reports), 'group')} of rows that are alike, {_counted(paths, 'path')} through the function"))
         lines.append(
             (
                 "batch",
@@ -219,6 +219,10 @@ def _engine(plan: Plan, reports: Sequence[Report], reason: str | None) -> list[t
     if (reason or looped > 16) and plan.options.engine != "loop":  # fewer tell nothing about the function
         lines.append(("faster", "torch operations that vmap can batch, and torch.where instead of values that differ in every row"))
     return lines
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _modes(plan: Plan, reports: Sequence[Report]) -> list[tuple[str, str]]:

@@ -18,7 +18,7 @@ def few_rows(data: Any, rows: int) -> tuple[pd.DataFrame | pd.Series | list[Any]
     kind = _dask.kind(data)
     if kind is None:
         places = np.unique(np.linspace(0, max(len(data) - 1, 0), min(rows, len(data))).round().astype(int))
-        return data.iloc[places], f"{len(places)} of {len(data)} rows were looked at"
+        return data.iloc[places], f"{len(places):,} of {len(data):,} rows were looked at"
     if kind == "bag":
         literal = _dask.peek(data)
         records = literal[:rows] if literal is not None else list(data.take(rows, npartitions=-1, warn=False))
