@@ -9,6 +9,7 @@ import enum
 import fractions
 import math
 import numbers
+import operator
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -386,10 +387,15 @@ def _read_objects(series: pd.Series) -> Cells:
     return Cells(series, _or_none(nature == _MISSING), alike, list(kinds), values, gather)
 
 
+_dtype_of, _shape_of, _ndim_of = map(operator.attrgetter, ("dtype", "shape", "ndim"))
+
+
 def _natures(items: Array) -> NDArray[np.int8]:
     """(rows,) what each object is, by its type alone."""
     types = list(map(type, items))
     table = {kind: _nature(kind) for kind in set(types)}
+    if len(table) == 1:
+        return np.full(len(types), *table.values(), np.int8)
     return np.fromiter(map(table.__getitem__, types), np.int8, len(types))
 
 
@@ -412,8 +418,10 @@ def _nature(kind: type) -> int:
 def _normalise(series: pd.Series, items: Array, nature: NDArray[np.int8]) -> Array:
     """`items` with every numeric cell a number or a plain array of at least one dimension; `nature` is kept true."""
     arrays = np.flatnonzero(nature == _ARRAY)
-    odd = np.fromiter((cell.ndim == 0 or not _plain_dtype(cell.dtype) for cell in items[arrays]), bool, len(arrays))
-    nature[arrays[odd]] = _NESTED
+    cells = items[arrays].tolist()
+    if not all(map(_ndim_of, cells)) or not all(map(_plain_dtype, set(map(_dtype_of, cells)))):
+        odd = [cell.ndim == 0 or not _plain_dtype(cell.dtype) for cell in cells]
+        nature[arrays[odd]] = _NESTED
     nested = np.flatnonzero(nature == _NESTED)
     if len(nested) == 0:
         return items
@@ -577,11 +585,16 @@ def _check_range(series: pd.Series, items: Array, rows: NDArray[np.intp], dtype:
 
 def _code_arrays(series: pd.Series, items: Array, nature: NDArray[np.int8], codes: NDArray[np.intp], kinds: dict[ArrayKind, int]) -> None:
     rows = np.flatnonzero(nature == _ARRAY)
-    table: dict[tuple[np.dtype[Any], tuple[int, ...]], int] = {}
-    found = [table.setdefault((cell.dtype, cell.shape), len(table)) for cell in items[rows]]
-    final = [kinds.setdefault(ArrayKind(torch_dtype(dtype), shape), len(kinds)) for dtype, shape in table]
-    codes[rows] = np.array(final, np.intp)[np.array(found, np.intp)]
-    if any(dtype.kind == "u" and dtype.itemsize == 8 for dtype, _ in table):
+    cells = items[rows].tolist()
+    dtypes, shapes = set(map(_dtype_of, cells)), set(map(_shape_of, cells))
+    if len(dtypes) == len(shapes) == 1:  # the usual column: nothing is done cell by cell in Python
+        codes[rows] = kinds.setdefault(ArrayKind(torch_dtype(*dtypes), *shapes), len(kinds))
+    else:
+        table: dict[tuple[np.dtype[Any], tuple[int, ...]], int] = {}
+        found = [table.setdefault((cell.dtype, cell.shape), len(table)) for cell in cells]
+        final = [kinds.setdefault(ArrayKind(torch_dtype(dtype), shape), len(kinds)) for dtype, shape in table]
+        codes[rows] = np.array(final, np.intp)[np.array(found, np.intp)]
+    if any(dtype.kind == "u" and dtype.itemsize == 8 for dtype in dtypes):
         for row in rows.tolist():
             _below_2_63(items[row].ravel(), series, _always(row))
 
