@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import peers
 import torch
 from harness import Arm, Workload
 from numpy.typing import NDArray
@@ -29,6 +28,7 @@ GREEKS: dict[Hashable, tuple[str, ...]] = {
     "vanna": ("spot", "vol"),
     "volga": ("vol", "vol"),
 }
+JAX = "by hand: jax.jit(vmap(grads))"
 Columns = Mapping[Hashable, Any]
 
 
@@ -39,8 +39,8 @@ def price(spot: Tensor, strike: Tensor, vol: Tensor, rate: Tensor, expiry: Tenso
     return value
 
 
-def options(rows: int) -> pd.DataFrame:
-    rng = np.random.default_rng(0)
+def options(rows: int, seed: int = 0) -> pd.DataFrame:
+    rng = np.random.default_rng(seed)
     bounds = {"spot": (50, 150), "strike": (50, 150), "vol": (0.1, 0.5), "rate": (0, 0.05), "expiry": (0.1, 2)}
     return pd.DataFrame({name: rng.uniform(*bounds[name], rows) for name in NAMES})
 
@@ -79,20 +79,23 @@ def by_torch_func(book: pd.DataFrame) -> Columns:
     return {name: column.numpy() for name, column in zip(GREEKS, (value, *first, gamma, vanna, volga), strict=True)}
 
 
-def by_jax() -> Callable[[pd.DataFrame], Columns] | None:
-    """The same with jax.jit and jax.vmap, in float64; None where JAX is not installed."""
-    if importlib.util.find_spec("jax") is None:
-        return None
-    jax: Any = importlib.import_module("jax")
-    jnp: Any = importlib.import_module("jax.numpy")
-    jax.config.update("jax_enable_x64", True)
+def by_hand_in_jax() -> Callable[..., Any]:
+    """`price`, as JAX can trace it."""
+    jax, jnp = peers.jax_in_float64()
+    cdf = jax.scipy.special.ndtr
 
     def jax_price(spot: Any, strike: Any, vol: Any, rate: Any, expiry: Any) -> Any:
         root = vol * jnp.sqrt(expiry)
         d1 = (jnp.log(spot / strike) + (rate + vol**2 / 2) * expiry) / root
-        cdf = jax.scipy.special.ndtr
         return spot * cdf(d1) - strike * jnp.exp(-rate * expiry) * cdf(d1 - root)
 
+    return jax_price
+
+
+def by_jax() -> Callable[[pd.DataFrame], Columns]:
+    """The same with jax.jit and jax.vmap."""
+    jax, _ = peers.jax_in_float64()
+    jax_price = by_hand_in_jax()
     first = jax.value_and_grad(jax_price, argnums=(0, 1, 2, 3, 4))
     by_spot = jax.grad(jax.grad(jax_price, argnums=0), argnums=(0, 2))
     by_vol = jax.grad(jax.grad(jax_price, argnums=2), argnums=2)
@@ -114,12 +117,9 @@ def workload(quick: bool) -> Workload:
         "daskgrad, nine passes": separate_passes,
         "by hand: torch.func, vmap of nested grads": by_torch_func,
     }
-    jax_way = by_jax()
-    title = "value, 5 first and 3 second order Greeks, float64"
-    if jax_way is None:
-        title += " (JAX is not installed: not measured)"
-    else:
-        ways["by hand: jax.jit(vmap(grads))"] = jax_way
+    absent = peers.absent("jax")
+    if not absent:
+        ways[JAX] = by_jax()
 
     def check(name: str, result: Columns) -> None:
         rows = int(name.rsplit(" × ", 1)[1].replace(",", ""))
@@ -129,4 +129,10 @@ def workload(quick: bool) -> Workload:
     def arm(way: str, rows: int) -> Arm:
         return Arm(f"{way} × {rows:,}", rows, lambda: ways[way](books[rows]))
 
-    return Workload(title, [arm(way, rows) for rows in sizes for way in ways], check, repeats=2 if quick else 5)
+    return Workload(
+        "value, 5 first and 3 second order Greeks, float64",
+        [arm(way, rows) for rows in sizes for way in ways],
+        check,
+        repeats=2 if quick else 5,
+        missing={JAX: absent} if absent else {},
+    )

@@ -7,18 +7,11 @@ anything is timed, so that no number is reported for a wrong answer.
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from importlib import metadata
-from pathlib import Path
-from typing import Any
-
-import daskgrad
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -37,6 +30,26 @@ class Arm:
 
 
 @dataclass(frozen=True)
+class Mark:
+    """What is to be reached: one arm beside another, paired round by round.
+
+    Attributes:
+        work: the line of the summary.
+        arm, against: names of arms. Where one of them is missing, the mark is reported as not measured.
+        bound: "speed": rows/s of `arm` are at least `bound` times those of `against`. "time": it takes at most `bound` times as
+            long. "extra": it takes at most `bound` milliseconds more for each of `rows` (which are partitions then).
+        profile: text that says where `arm`'s time goes, asked for where the mark is missed; None: cProfile of one run.
+    """
+
+    work: str
+    arm: str
+    against: str
+    bound: float
+    kind: Literal["speed", "time", "extra"] = "speed"
+    profile: Callable[[], str] | None = None
+
+
+@dataclass(frozen=True)
 class Workload:
     """What is measured.
 
@@ -46,6 +59,10 @@ class Workload:
         check: gets each arm's name and result; raises AssertionError where a result is wrong.
         repeats: timed runs of each arm.
         close: ends what was started for it.
+        missing: ways that cannot be measured here, and why.
+        marks: what is to be reached.
+        unit: what `rows` counts.
+        notes: further lines for the table, asked for when all arms have run.
     """
 
     title: str
@@ -53,6 +70,10 @@ class Workload:
     check: Callable[[str, Any], None]
     repeats: int = 7
     close: Callable[[], None] = field(default=lambda: None)
+    missing: Mapping[str, str] = field(default_factory=dict)
+    marks: Sequence[Mark] = ()
+    unit: str = "rows"
+    notes: Callable[[], Sequence[str]] = field(default=lambda: ())
 
 
 @dataclass(frozen=True)
@@ -77,19 +98,59 @@ class Measured:
     high: float
 
 
-def measure(workload: Workload) -> list[Measured]:
-    """Check every arm's result once (which warms it up, too), then time all of them in turns."""
+@dataclass(frozen=True)
+class Reached:
+    """A mark and what was reached: the median over the rounds, and the middle half of them. None: an arm is missing."""
+
+    work: str
+    kind: str
+    bound: float
+    value: float | None
+    low: float | None
+    high: float | None
+    met: bool | None
+    why: str = ""
+    profile: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All that one workload gave."""
+
+    title: str
+    unit: str
+    arms: list[Measured]
+    missing: Mapping[str, str]
+    marks: list[Reached]
+    notes: list[str]
+
+
+def run(workload: Workload, profiled: bool = False) -> Outcome:
+    """Measure `workload`, hold it against its marks, and end it; where `profiled`, find out why a mark was missed."""
     try:
-        for arm in workload.arms:
-            workload.check(arm.name, arm.run())
-        seconds: dict[str, list[float]] = {arm.name: [] for arm in workload.arms}
-        for number in range(workload.repeats):
-            for arm in rotated(workload.arms, number):
-                started = time.perf_counter()
-                arm.run()
-                seconds[arm.name].append(time.perf_counter() - started)
+        arms = timed(workload)
+        marks = [reached(mark, workload, arms, profiled) for mark in workload.marks]
+        return Outcome(workload.title, workload.unit, arms, dict(workload.missing), marks, list(workload.notes()))
     finally:
         workload.close()
+
+
+def measure(workload: Workload) -> list[Measured]:
+    """The arms' numbers alone."""
+    return run(workload).arms
+
+
+def timed(workload: Workload) -> list[Measured]:
+    """Check every arm's result once (which warms it up, too), then time all of them in turns."""
+    for arm in workload.arms:
+        workload.check(arm.name, arm.run())
+    seconds: dict[str, list[float]] = {arm.name: [] for arm in workload.arms}
+    for number in range(workload.repeats):
+        for arm in rotated(workload.arms, number):
+            started = time.perf_counter()
+            result = arm.run()
+            seconds[arm.name].append(time.perf_counter() - started)
+            del result  # freeing it is nobody's work
     first = workload.arms[0]
     return [measured(arm, seconds[arm.name], first, seconds[first.name]) for arm in workload.arms]
 
@@ -128,30 +189,44 @@ def middle_half(values: Sequence[float]) -> tuple[float, float]:
     return quartiles[0], quartiles[2]
 
 
-def table(title: str, results: Sequence[Measured]) -> str:
-    """The results as lines of text."""
-    width = max(len(result.name) for result in results)
-    lines = [title, f"  {'':<{width}}  {'rows':>10}  {'rows/s':>12}  {'±':>4}  {'best':>12}  × {results[0].name}"]
-    for result in results:
-        ratio = "1" if result is results[0] else f"{result.ratio:.3g}  [{result.low:.3g}, {result.high:.3g}]"
-        numbers = f"{result.rows:>10,}  {result.rows_per_second:>12,.0f}  {result.spread:>4.0%}  {result.best:>12,.0f}"
-        lines.append(f"  {result.name:<{width}}  {numbers}  {ratio}")
-    return "\n".join(lines)
+# --- marks ------------------------------------------------------------------------------------------------------------
 
 
-def as_json(results: Mapping[str, Sequence[Measured]]) -> str:
-    """All results, with what one needs to know to compare them with those of another day."""
-    others = {name: metadata.version(name) for name in ("torch", "numpy", "pandas", "dask", "distributed", "pyarrow")}
-    return json.dumps(
-        {
-            "versions": {"python": platform.python_version(), "daskgrad": daskgrad.__version__, **others},
-            "machine": {"cores": os.cpu_count(), "processor": platform.processor() or platform.machine()},
-            "workloads": {name: [asdict(result) for result in measured] for name, measured in results.items()},
-        },
-        indent=2,
-    )
+def reached(mark: Mark, workload: Workload, arms: Sequence[Measured], profiled: bool = False) -> Reached:
+    """What `arms` make of `mark`."""
+    found = {arm.name: arm for arm in arms}
+    absent = [name for name in (mark.arm, mark.against) if name not in found]
+    if absent:
+        why = f"{absent[0]}: {workload.missing.get(absent[0], 'no such arm')}"
+        return Reached(mark.work, mark.kind, mark.bound, None, None, None, None, why)
+    values = compared(mark, found[mark.arm], found[mark.against])
+    low, high = middle_half(values)
+    value = statistics.median(values)
+    met = value >= mark.bound if mark.kind == "speed" else value <= mark.bound
+    profile = ""
+    if profiled and not met:
+        arm = next(arm for arm in workload.arms if arm.name == mark.arm)
+        profile = mark.profile() if mark.profile is not None else profile_of(arm.run)
+    return Reached(mark.work, mark.kind, mark.bound, value, low, high, met, profile=profile)
 
 
-def write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text + "\n")
+def compared(mark: Mark, arm: Measured, against: Measured) -> list[float]:
+    """The value of `mark` in each round."""
+    rounds = list(zip(arm.seconds, against.seconds, strict=True))
+    if mark.kind == "extra":
+        return [1000 * (ours / arm.rows - theirs / against.rows) for ours, theirs in rounds]
+    speeds = [(theirs / against.rows) / (ours / arm.rows) for ours, theirs in rounds]
+    return speeds if mark.kind == "speed" else [1 / speed for speed in speeds]
+
+
+def profile_of(run: Callable[[], Any], lines: int = 14) -> str:
+    """Where the time of one run goes: the functions that take most themselves."""
+    import cProfile
+    import io
+    import pstats
+
+    profile = cProfile.Profile()
+    profile.runcall(run)
+    text = io.StringIO()
+    pstats.Stats(profile, stream=text).strip_dirs().sort_stats("tottime").print_stats(lines)
+    return "\n".join(line for line in text.getvalue().splitlines() if line.strip())
