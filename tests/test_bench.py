@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 BENCH = Path(__file__).parents[1] / "ci" / "bench"
-WORKLOADS = sorted(file.stem for file in BENCH.glob("*.py") if file.stem not in {"__main__", "harness", "report", "chart", "peers", "clusters"})
+WORKLOADS = sorted(
+    file.stem for file in BENCH.glob("*.py") if file.stem not in {"__main__", "harness", "report", "chart", "peers", "clusters"}
+)
 
 
 @pytest.fixture
@@ -23,20 +25,36 @@ def harness(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return harness
 
 
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """What one run of all workloads writes as JSON, and what it prints."""
+    out = tmp_path_factory.mktemp("bench") / "numbers.json"
+    command = [sys.executable, str(BENCH), "--quick", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL)
+    assert out.exists(), done.stderr
+    assert out.with_suffix(".svg").read_text().rstrip().endswith("</svg>")
+    return json.loads(out.read_text()), done.stdout
+
+
 @pytest.mark.cluster
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_workload_runs(name: str, tmp_path: Path) -> None:
-    out = tmp_path / "numbers.json"
-    command = [sys.executable, str(BENCH), "--quick", "--out", str(out), name]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL)
-    assert done.returncode == 0, done.stderr
-    numbers = json.loads(out.read_text())
-    assert {label.partition(":")[0] for label in numbers["workloads"]} == {name}
-    for arm in (arm for outcome in numbers["workloads"].values() for arm in outcome["arms"]):
-        assert arm["name"] in done.stdout
+def test_workload_runs(name: str, quick: tuple[dict[str, Any], str]) -> None:
+    numbers, printed = quick
+    assert name not in numbers["failed"], numbers["failed"][name]
+    outcomes = [outcome for label, outcome in numbers["workloads"].items() if label.partition(":")[0] == name]
+    assert outcomes
+    for arm in (arm for outcome in outcomes for arm in outcome["arms"]):
+        assert arm["name"] in printed
         assert arm["rows_per_second"] > 0
         assert len(arm["seconds"]) >= 2
-    assert {"torch", "daskgrad"} < numbers["versions"].keys()
+
+
+@pytest.mark.cluster
+def test_a_run_says_where_it_was(quick: tuple[dict[str, Any], str]) -> None:
+    numbers, _ = quick
+    assert numbers["quick"] is True
+    assert {"torch", "daskgrad", "dask", "pandas"} < numbers["versions"].keys()
+    assert numbers["machine"]["cores_used"] >= 1
 
 
 def test_a_wrong_result_is_refused_and_the_workload_closed(harness: ModuleType) -> None:

@@ -25,11 +25,15 @@ WANTED: dict[Hashable, str | tuple[()]] = {
     "rho": "rate",
     "theta": "expiry",
 }
-COMPILED, JAX, COPY = "daskgrad, compiled", "jax.jit(vmap(value_and_grad)), NumPy in and out", "copying the same bytes, into memory that is ready"
+COMPILED, JAX, COPY = (
+    "daskgrad, compiled",
+    "jax.jit(vmap(value_and_grad)), NumPy in and out",
+    "copying the same bytes, into memory that is ready",
+)
 Columns = Mapping[Hashable, Any]
 
 
-def by_torch_func(book: pd.DataFrame) -> Columns:
+def by_torch_func(book: pd.DataFrame) -> pd.DataFrame:
     """As one writes it with torch.func around a DataFrame."""
     columns = [torch.from_numpy(book[name].to_numpy(copy=True)) for name in NAMES]  # each (rows,)
     gradients, value = vmap(grad_and_value(price, argnums=(0, 1, 2, 3, 4)))(*columns)

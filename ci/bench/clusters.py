@@ -6,7 +6,6 @@ from collections.abc import Hashable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-import dask
 import dask.dataframe as dd
 import pandas as pd
 import torch
@@ -28,10 +27,8 @@ def default(stack: ExitStack, processes: int) -> Any:
     """A client of Dask's own LocalCluster with its defaults, but for the number of processes and where it listens."""
     from distributed import Client, LocalCluster
 
-    cluster: Any = stack.enter_context(
-        LocalCluster(n_workers=processes, threads_per_worker=1, host="127.0.0.1", dashboard_address=None)  # type: ignore[no-untyped-call]
-    )
-    return stack.enter_context(Client(cluster))  # type: ignore[no-untyped-call]
+    cluster: Any = stack.enter_context(LocalCluster(n_workers=processes, threads_per_worker=1, host="127.0.0.1", dashboard_address=None))
+    return stack.enter_context(Client(cluster))
 
 
 def book(rows: int, partitions: int) -> Any:
@@ -50,7 +47,7 @@ def on(client: Any, frame: Any) -> Any:
     workers = list(client.scheduler_info()["workers"])
     parts = frame.optimize(fuse=False).to_delayed(optimize_graph=False)
     held = [client.compute(part, workers=workers[k % len(workers)]) for k, part in enumerate(parts)]
-    wait(held)  # type: ignore[no-untyped-call]
+    wait(held)
     return dd.from_delayed(held, meta=frame._meta, verify_meta=False)
 
 
@@ -82,7 +79,7 @@ def greeks_of_part(part: pd.DataFrame) -> pd.DataFrame:
 
 def sums(client: Any, frame: Any) -> Mapping[Hashable, float]:
     """The sum of each column: the columns are made where the data is, and next to nothing travels."""
-    (parts,) = dask.compute(frame.map_partitions(sum_of_part, meta=dict.fromkeys(WANTED, "f8")), scheduler=client)
+    parts = frame.map_partitions(sum_of_part, meta=dict.fromkeys(WANTED, "f8")).compute(scheduler=client)
     found: Mapping[Hashable, float] = parts.sum().to_dict()
     return found
 

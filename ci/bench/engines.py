@@ -40,11 +40,11 @@ def workload(quick: bool) -> Workload:
         Arm("map_partitions(vmap(grad)) on Dask's default cluster", rows, lambda: clusters.sums(plain, clusters.greeks_by_hand(read))),
     ]
     missing = {}
-    if absent := peers.no_ray():
+    if absent := peers.too_long_for(quick) or peers.no_ray():
         missing[RAY] = absent
     else:
         arms.append(Arm(RAY, rows, on_ray(stack, folder, processes)))
-    if absent := peers.no_spark():
+    if absent := peers.too_long_for(quick) or peers.no_spark():
         missing |= {IN_PANDAS: absent, UDF: absent}
     else:
         arms += [Arm(name, rows, run) for name, run in on_spark(stack, folder, processes).items()]

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,11 @@ def environment(**variables: str) -> Iterator[None]:
 
 
 # --- Ray and Spark: workers that find the modules beside this one, on this machine only ------------------------------
+
+
+def too_long_for(quick: bool) -> str | None:
+    """Why Ray and Spark, which take a minute to start and to end, are left out of a quick run."""
+    return "left out of --quick; DASKGRAD_TESTS=long brings it in" if quick and os.environ.get("DASKGRAD_TESTS") != "long" else None
 
 
 def no_ray() -> str | None:
@@ -115,7 +120,3 @@ def worker_environment() -> contextlib.AbstractContextManager[None]:
 
 def _path() -> str:
     return os.pathsep.join([str(Path(__file__).parent), str(Path(dg.__file__).parents[1])])
-
-
-Columns = dict[str, Any]
-Way = Callable[[], Any]

@@ -74,7 +74,7 @@ def workload(quick: bool, rows: int = 4_000_000) -> Workload:
     )
 
 
-def plain(frame: Any) -> dict[str, Any]:
+def plain(frame: Any) -> dict[Any, Any]:
     """As many columns as there are Greeks, each of one multiplication."""
     names = ("spot", "strike", "vol", "rate", "expiry")
     return {greek: frame[name] * frame["spot"] for greek, name in zip(GREEKS, names, strict=True)}
