@@ -116,6 +116,7 @@ _FILES = [
 _SPECS = """\b
 FUNCTION is FILE.py:function or package.module:function: a PyTorch function of one
 row. Its arguments are the columns of their names.
+
 \b
 SPEC       column                    SPEC           column
 value      what the function returns norm(x)        length of the gradient
@@ -123,6 +124,7 @@ x          d/dx                      norm(x, y)     of both together
 x,y        d²/dx dy                  dot(x, v)      along column v
 problem    what is wrong with a row  project(x, 8)  random projection
 aux(name)  a further output
+
 \b
 Exit status: 0 done, 1 a row or a worker failed, 2 the call makes no sense,
 130 interrupted."""

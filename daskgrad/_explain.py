@@ -207,7 +207,12 @@ def _engine(plan: Plan, reports: Sequence[Report], reason: str | None) -> list[t
     if batched:
         paths, size = sum(r.paths for r in reports), max(r.batch_size for r in reports)
         per_row = max(r.bytes_per_row for r in reports)
-        lines.append(("groups and paths", f"{_counted(len(reports), 'group')} of rows that are alike, {_counted(paths, 'path')} through the function"))
+        lines.append(
+            (
+                "groups and paths",
+                f"{_counted(len(reports), 'group')} of rows that are alike, {_counted(paths, 'path')} through the function",
+            )
+        )
         lines.append(
             (
                 "batch",

@@ -81,7 +81,7 @@ def kinds(cell: Any) -> list[Any]:
     return [sorted(output.data) if "data" in output else output.output_type for output in cell.outputs]
 
 
-CELLS = '''
+CELLS = """
 from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell.instance()
 for cell in [
@@ -91,7 +91,7 @@ for cell in [
     "try:\\n    dg.grad_column(dd.from_pandas(frame, npartitions=1), f).compute()\\nexcept dg.GraphError as error:\\n    print(error)",
 ]:
     shell.run_cell(cell, store_history=True).raise_error()
-'''
+"""
 
 
 def test_an_error_calls_a_cell_as_the_reader_does_also_from_a_task(tmp_path: Path) -> None:
