@@ -76,7 +76,7 @@ def _names() -> pdoc.doc.Module:
     vars(made).update({name: getattr(daskgrad, name) for name in made.__all__})
     page = pdoc.doc.Module(made)
     for member in page.flattened_own_members:
-        member.docstring = _fenced(member.docstring or getattr(member.obj, "__doc__", "") or "")  # type: ignore[misc]
+        member.docstring = _fenced(member.docstring or getattr(vars(made).get(member.qualname), "__doc__", None) or "")  # type: ignore[misc]
     return page
 
 
