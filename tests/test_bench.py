@@ -46,7 +46,7 @@ def test_workload_runs(name: str, quick: tuple[dict[str, Any], str]) -> None:
     for arm in (arm for outcome in outcomes for arm in outcome["arms"]):
         assert arm["name"] in printed
         assert arm["rows_per_second"] > 0
-        assert len(arm["seconds"]) >= 2
+        assert arm["seconds"]
 
 
 @pytest.mark.cluster

@@ -89,7 +89,7 @@ def workload(quick: bool) -> Workload:
         title="value and 5 Greeks, float64; copying: six columns read, six written",
         arms=arms,
         check=check,
-        repeats=2 if quick else 9,
+        repeats=1 if quick else 9,
         missing=missing,
         marks=[
             Mark("Black-Scholes value and 5 Greeks, 2 M rows, compiled, against JAX jit", COMPILED, JAX, 5),

@@ -15,11 +15,11 @@ OURS, THEIRS = "daskgrad on local_client", "map_partitions(vmap(grad)) on Dask's
 
 def workload(quick: bool) -> Workload:
     rows, partitions = (4_000, 4) if quick else (4_000_000, 4)
-    processes = 1 if quick else 2
+    processes = 2
     frame = clusters.book(rows, partitions)
     expected = clusters.expected_sums(frame)
     with ExitStack() as stack:
-        tuned, plain = clusters.ours(stack, processes), clusters.default(stack, processes)
+        tuned, plain = clusters.ours(stack, processes, quick), clusters.default(stack, processes, quick)
         on_tuned, on_plain = clusters.on(tuned, frame), clusters.on(plain, frame)
         close = stack.pop_all().close
     arms = [
@@ -38,7 +38,7 @@ def workload(quick: bool) -> Workload:
         title=f"value and 5 Greeks, eager, {processes} processes with one thread each, {rows // partitions:,} rows a partition",
         arms=arms,
         check=check,
-        repeats=2 if quick else 9,
+        repeats=1 if quick else 9,
         close=close,
         marks=[Mark("eager on a cluster from local_client, against map_partitions on Dask's default", OURS, THEIRS, 1.8, profile=profile)],
     )

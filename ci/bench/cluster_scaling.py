@@ -22,7 +22,7 @@ def workload(quick: bool) -> Workload:
     missing = {f"{COMPILED}, {n} process{'es' if n > 1 else ''}": absent for n in (2, 1)} if absent else {}
     arms, marks = [], []
     with ExitStack() as stack:
-        clients = {2: clusters.ours(stack, 2), 1: clusters.ours(stack, 1)}
+        clients = {n: clusters.ours(stack, n, quick) for n in (2, 1)}
         held = {n: clusters.on(client, frame) for n, client in clients.items()}
         for name, engine in ((EAGER, "vmap"), (COMPILED, "compiled")):
             two, one = f"{name}, 2 processes", f"{name}, 1 process"
@@ -40,7 +40,7 @@ def workload(quick: bool) -> Workload:
         title=f"value and 5 Greeks, float64, {partitions} partitions in the workers' memory, one thread a process",
         arms=arms,
         check=check,
-        repeats=2 if quick else 9,
+        repeats=1 if quick else 9,
         close=close,
         missing=missing,
         marks=marks,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import os
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,17 +19,35 @@ import daskgrad as dg
 GREEKS = {name: wish for name, wish in WANTED.items() if name != "value"}
 
 
-def ours(stack: ExitStack, processes: int) -> Any:
-    """A client of daskgrad's own cluster: one thread in each process."""
-    return stack.enter_context(dg.local_client(n_workers=processes, dashboard_port=None))
+def ours(stack: ExitStack, processes: int, quick: bool) -> Any:
+    """A client of daskgrad's own cluster: one thread in each process. `stack` ends it."""
+    return _started(stack, lambda: [dg.local_client(n_workers=1 if quick else processes, dashboard_port=None)], "ours", quick)
 
 
-def default(stack: ExitStack, processes: int) -> Any:
+def default(stack: ExitStack, processes: int, quick: bool) -> Any:
     """A client of Dask's own LocalCluster with its defaults, but for the number of processes and where it listens."""
     from distributed import Client, LocalCluster
 
-    cluster: Any = stack.enter_context(LocalCluster(n_workers=processes, threads_per_worker=1, host="127.0.0.1", dashboard_address=None))
-    return stack.enter_context(Client(cluster))
+    def start() -> list[Any]:
+        before = dict(os.environ)
+        cluster = LocalCluster(n_workers=1 if quick else processes, threads_per_worker=1, host="127.0.0.1", dashboard_address=None)
+        os.environ.clear()  # LocalCluster leaves its workers' settings there, for whatever starts next
+        os.environ.update(before)
+        return [cluster, Client(cluster)]
+
+    return _started(stack, start, "default", quick)
+
+
+def _started(stack: ExitStack, start: Callable[[], list[Any]], kind: str, quick: bool) -> Any:
+    """What `start` gives, ended by `stack`; or, where nothing is measured, one of each kind for all workloads, ended with the program."""
+    if not quick:
+        return [stack.enter_context(part) for part in start()][-1]
+    if kind not in _KEPT:
+        _KEPT[kind] = start()
+    return _KEPT[kind][-1]
+
+
+_KEPT: dict[str, list[Any]] = {}
 
 
 def book(rows: int, partitions: int) -> Any:

@@ -33,7 +33,7 @@ def workload(quick: bool) -> Workload:
     for seed in range(files):
         options(rows // files, seed).to_parquet(folder / f"part.{seed}.parquet", index=False)
     expected = clusters.expected_sums(clusters.book(rows, files))
-    ours, plain = clusters.ours(stack, processes), clusters.default(stack, processes)
+    ours, plain = clusters.ours(stack, processes, quick), clusters.default(stack, processes, quick)
     read = dd.read_parquet(folder)
     arms = [
         Arm("daskgrad on local_client", rows, lambda: clusters.sums(ours, clusters.greeks(read, "auto"))),
@@ -58,7 +58,7 @@ def workload(quick: bool) -> Workload:
         title=f"Parquet → value and 5 Greeks → sums, {files} files, {processes} processes",
         arms=arms,
         check=check,
-        repeats=2 if quick else 5,
+        repeats=1 if quick else 5,
         close=stack.close,
         missing=missing,
     )

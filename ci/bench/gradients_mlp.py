@@ -53,7 +53,7 @@ def workload(quick: bool) -> Workload:
             Arm("loop", rows, partial(by_loop, task)),
         ],
         check,
-        repeats=2 if quick else 5,
+        repeats=1 if quick else 5,
         close=lambda: torch.set_num_threads(threads),
     )
 

@@ -25,7 +25,7 @@ def workload(quick: bool) -> Workload:
             Arm(THEIRS, partitions, lambda: graph(greeks_by_hand(frame))),
         ],
         check=check,
-        repeats=2 if quick else 5,
+        repeats=1 if quick else 5,
         unit="partitions",
         marks=[Mark("building the graph of 100,000 partitions, against bare Dask's", OURS, THEIRS, 1.3, "time")],
     )

@@ -133,6 +133,6 @@ def workload(quick: bool) -> Workload:
         "value, 5 first and 3 second order Greeks, float64",
         [arm(way, rows) for rows in sizes for way in ways],
         check,
-        repeats=2 if quick else 5,
+        repeats=1 if quick else 5,
         missing={JAX: absent} if absent else {},
     )

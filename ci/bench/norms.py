@@ -80,7 +80,7 @@ def norms(title: str, task: Task, best: Mapping[str, int], quick: bool, few: int
         found = np.asarray(result.detach() if isinstance(result, Tensor) else result)
         np.testing.assert_allclose(found[:few], expected, rtol=1e-3, atol=1e-6 * expected.max(), err_msg=name)
 
-    return Workload(title, arms, check, repeats=2 if quick else 7, close=lambda: torch.set_num_threads(threads))
+    return Workload(title, arms, check, repeats=1 if quick else 7, close=lambda: torch.set_num_threads(threads))
 
 
 def cells(values: Tensor) -> Any:

@@ -146,7 +146,7 @@ def workloads(quick: bool) -> Iterator[tuple[str, Workload]]:
 
 def of_layer(name: str, layer: Layer, quick: bool) -> Workload:
     torch.manual_seed(0)
-    rows = min(layer.rows, 4) if quick else layer.rows
+    rows = min(layer.rows, 2) if quick else layer.rows
     model = layer.make()
     x = torch.randn(rows, *layer.shape) if layer.shape else torch.randint(int(model.num_embeddings), (rows,))  # type: ignore[arg-type]
     with torch.no_grad():

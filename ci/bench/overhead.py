@@ -28,7 +28,7 @@ def workload(quick: bool) -> Workload:
             Arm(THEIRS, partitions, lambda: greeks_by_hand(frame).compute(scheduler="synchronous")),
         ],
         check=check,
-        repeats=2 if quick else 11,
+        repeats=1 if quick else 11,
         unit="partitions",
         marks=[Mark("a small partition, above a hand-written map_partitions of the same vmap(grad)", OURS, THEIRS, 1, "extra")],
     )

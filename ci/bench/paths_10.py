@@ -58,7 +58,7 @@ def expected(x: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def compare(paths: int, quick: bool) -> Workload:
-    rows, few = (1_000, 50) if quick else (200_000, 4_000)
+    rows, few = (100, 10) if quick else (200_000, 4_000)
     lengths = paths // 2  # each of them ends in two ways
     values: NDArray[np.float64] = np.random.default_rng(0).uniform(0, lengths, rows)
     frame = pd.DataFrame({"x": values})
@@ -80,7 +80,7 @@ def compare(paths: int, quick: bool) -> Workload:
             Arm("serial loop", few, lambda: [one_gradient(x) for x in values[:few].tolist()]),
         ],
         check=check,
-        repeats=2 if quick else 5,
+        repeats=1 if quick else 5,
     )
 
 

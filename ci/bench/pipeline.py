@@ -37,7 +37,7 @@ def workload(quick: bool, rows: int = 4_000_000) -> Workload:
     sizes = [min(FILE_ROWS, rows - start) for start in range(0, rows, FILE_ROWS)]
     for seed, size in enumerate(sizes):
         options(size, seed).to_parquet(source / f"part.{seed:05d}.parquet", index=False)
-    client = clusters.ours(stack, 1 if quick else 2)
+    client = clusters.ours(stack, 2, quick)
     engine = "vmap" if peers.no_compiled_engine() else "compiled"
     frame = dd.read_parquet(source)
 
@@ -67,7 +67,7 @@ def workload(quick: bool, rows: int = 4_000_000) -> Workload:
             Arm(ONE, rows, lambda: written(frame.assign(total=frame["spot"] * frame["vol"])[["total"]], "one")),
         ],
         check=check,
-        repeats=2 if quick else 3 if rows > 10_000_000 else 7,
+        repeats=1 if quick else 3 if rows > 10_000_000 else 7,
         close=stack.close,
         marks=[Mark("Parquet → 5 Greeks → Parquet, against the same with plain arithmetic columns", OURS, PLAIN, 0.75)],
         notes=memory,

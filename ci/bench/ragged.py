@@ -72,5 +72,5 @@ def workload(quick: bool) -> Workload:
             Arm("serial loop", few, lambda: looped(some)),
         ],
         check=check,
-        repeats=2 if quick else 7,
+        repeats=1 if quick else 7,
     )

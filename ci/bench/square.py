@@ -60,7 +60,9 @@ def workload(quick: bool) -> Workload:
     batched = vmap(grad(square))
     some = values[:few].tolist()
     loky, threads = joblib.Parallel(n_jobs=2, backend="loky"), joblib.Parallel(n_jobs=2, backend="threading")
-    processes: Any = importlib.import_module("torch.multiprocessing").get_context("spawn").Pool(2, torch.set_num_threads, (1,))
+    processes: Any = (
+        importlib.import_module("torch.multiprocessing").get_context("spawn").Pool(1 if quick else 2, torch.set_num_threads, (1,))
+    )
     few_rows = frame.iloc[:few]
     jobs = 1_000 if not quick else 50
     absent = peers.absent("jax")
@@ -90,7 +92,7 @@ def workload(quick: bool) -> Workload:
         title="gradient of x·x per row, float64",
         arms=arms,
         check=check,
-        repeats=2 if quick else 11,
+        repeats=1 if quick else 11,
         close=close,
         missing={"jax.jit(vmap(grad)), NumPy in and out": absent} if absent else {},
         marks=[

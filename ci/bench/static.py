@@ -100,5 +100,5 @@ def workload(quick: bool) -> Workload:
             Arm("by hand: torch.where, vmap(grad)", rows, lambda: both_and_where(book)),
         ],
         check=check,
-        repeats=2 if quick else 7,
+        repeats=1 if quick else 7,
     )

@@ -27,7 +27,7 @@ def workload(quick: bool) -> Workload:
     book = parted.compute(scheduler="synchronous")
     absent = peers.no_compiled_engine()
     with ExitStack() as stack:
-        clients = {n: clusters.ours(stack, n) for n in (1, 2)}
+        clients = {n: clusters.ours(stack, n, quick) for n in (1, 2)}
         held = {n: clusters.on(client, parted) for n, client in clients.items()}
         close = stack.pop_all().close
     ways: dict[str, Callable[[int, str], Any]] = {
@@ -52,7 +52,7 @@ def workload(quick: bool) -> Workload:
         title="value and 5 Greeks, one core and two",
         arms=arms,
         check=check,
-        repeats=2 if quick else 7,
+        repeats=1 if quick else 7,
         close=close,
         missing=missing,
     )
