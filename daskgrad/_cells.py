@@ -394,9 +394,11 @@ def _natures(items: Array) -> NDArray[np.int8]:
     """(rows,) what each object is, by its type alone."""
     types = list(map(type, items))
     table = {kind: _nature(kind) for kind in set(types)}
-    if len(table) == 1:
-        return np.full(len(types), *table.values(), np.int8)
-    return np.fromiter(map(table.__getitem__, types), np.int8, len(types))
+    if len(table) > 1:
+        return np.fromiter(map(table.__getitem__, types), np.int8, len(types))
+    nature = np.empty(len(types), np.int8)
+    nature[:] = list(table.values())
+    return nature
 
 
 def _nature(kind: type) -> int:
