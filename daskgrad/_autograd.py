@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, _vmap_internals
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from ._ambient import slow_rules
 from ._derivative import Dot, Order, Step
@@ -20,10 +20,10 @@ Leaves = Mapping[Hashable, Tensor]
 Directions = Mapping[Dot, Tensor]
 
 
-def reaches(output: Tensor, leaves: Sequence[Tensor]) -> bool:
+def reaches(output: Tensor, leaves: Sequence[Tensor | GradientEdge]) -> bool:
     """Whether a path in the recorded graph leads from `output` to one of `leaves`."""
-    wanted = {id(leaf) for leaf in leaves}
-    inside = {leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None}
+    wanted = {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+    inside = {leaf.grad_fn if isinstance(leaf, Tensor) else leaf.node for leaf in leaves} - {None}
     if id(output) in wanted:
         return True
     todo = [output.grad_fn] if output.grad_fn is not None else []

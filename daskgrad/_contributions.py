@@ -260,7 +260,8 @@ Contribution = Outer | Grouped | Pieces | Rows | Tied | Stacked | Formed
 def squared_of(gradient: Tensor) -> Tensor:
     flat = gradient.reshape(len(gradient), -1)
     whole = flat.shape[1] // PIECE * PIECE
-    squared: Tensor = torch.linalg.vector_norm(flat[:, whole:], dim=1).square()
+    rest = flat[:, whole:] if whole else flat
+    squared: Tensor = torch.linalg.vector_norm(rest, dim=1).square()
     if whole:
         squared = squared + torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (-1, PIECE)), dim=2).square().sum(1)
     return squared

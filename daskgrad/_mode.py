@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -40,7 +41,7 @@ class RowMode(TorchFunctionMode):
     """Watches one call of the row function: on one row, or (with `paths`) on a batch of rows under vmap.
 
     Attributes:
-        leaves: the differentiated arguments.
+        leaves: the differentiated arguments, and the places in the graph that parameters feed.
         cut: the first cut that was found, also where `fn` caught the exception.
         raised: an exception of torch that passed through, also where `fn` caught it.
         missing: the row read a missing value.
@@ -60,6 +61,7 @@ class RowMode(TorchFunctionMode):
         uses: Uses | None = None,
     ) -> None:
         super().__init__()
+        self.leaves: list[Tensor | GradientEdge]
         self.leaves, self.paths, self.fresh, self.limit = list(leaves), paths, fresh, limit
         self.cut: GraphError | None = None
         self.raised: Exception | None = None
@@ -73,7 +75,7 @@ class RowMode(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with self:
                 return _opened_attention(*args, **kwargs)
-        if self.uses is not None and (names := self.uses.named_in([args, kwargs])):
+        if self.uses is not None and (names := self.uses.named_in(*args, *kwargs.values())):
             return self._with_parameters(func, args, kwargs, names)
         return self._call(func, args, kwargs)
 
@@ -126,21 +128,45 @@ class RowMode(TorchFunctionMode):
             return _recurrent.by_formula(func.__name__, args)
 
     def _tapped(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Tensor, makes: dict[str, Any]) -> Any:
-        """The call's output, kept so that it can be differentiated by; what follows gets a copy, which it may write into."""
+        """The call's output, whose place in the graph is kept so that it can be differentiated by, whatever is written into it later."""
         assert self.uses is not None and self.paths is not None
-        output = self._call(func, args, kwargs)
+        output = self._at_once(*args) if func is F.linear and not kwargs else None
+        if output is None:
+            output = self._call(func, args, kwargs)
         if self.of_rows(output) is None:
             output = self.own(output)
-        bottom = _bottom(output)
-        if not bottom.requires_grad:
+        made = _made(_bottom(output))
+        if made is None:
+            output = output.clone()
+            made = _bottom(output)
+        if not made.requires_grad:
             with temporarily_pop_interpreter_stack():
-                bottom.requires_grad_()
-        self.leaves.append(bottom)
+                _begin_graph(made)
+        place = get_gradient_edge(made)
+        self.leaves.append(place)
         rows = self.of_rows(given)
         rows = given.expand(len(self.paths.rows), *given.shape) if rows is None else rows
-        axis = _functorch.maybe_get_bdim(output)
-        self.uses.calls.append(_parameters.Call(rows.detach(), bottom, axis, makes, rows._version))
-        return output.clone()
+        axis, shape = _functorch.maybe_get_bdim(output), _bottom(output).shape
+        self.uses.calls.append(_parameters.Call(rows.detach(), place, shape, axis, makes, rows._version))
+        return output
+
+    def _at_once(self, given: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+        """A linear layer of all rows with its bias in the same product, which vmap would add in another step; None where it cannot be."""
+        if not (_functorch.is_batchedtensor(given) and _functorch.maybe_get_level(given) == self.level):
+            return None
+        rows = self.of_rows(given)
+        plain = (_functorch.get_unwrapped(given), weight, *([] if bias is None else [bias]))
+        if rows is None or any(map(_functorch.is_functorch_wrapped_tensor, plain)):
+            return None
+        if rows.dim() < 2 or weight.dim() != 2 or rows.shape[-1] != weight.shape[1] or (bias is not None and bias.dim() != 1):
+            return None
+        with temporarily_pop_interpreter_stack():
+            flat = rows if rows.dim() == 2 else rows.reshape(-1, rows.shape[-1])
+            output = flat @ weight.T if bias is None else torch.addmm(bias, flat, weight.T)
+            output = output if rows.dim() == 2 else output.reshape(*rows.shape[:-1], len(weight))
+        self._weigh(output)
+        batched: Tensor = _functorch._add_batch_dim(output, 0, self.level)
+        return batched
 
     def _own_copy(self, name: str) -> Tensor:
         """The copy of a parameter that belongs to one row."""
@@ -223,6 +249,24 @@ def _bottom(tensor: Tensor) -> Tensor:
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
+
+
+def _made(tensor: Tensor) -> Tensor | None:
+    """The tensor that a call has made, where `tensor` is all of it in another shape; None for another view of it.
+
+    What is written into a view passes by its place in the graph, never by that of the tensor which it is a view of.
+    """
+    base = tensor._base
+    if base is None:
+        return tensor
+    whole = base.numel() == tensor.numel() and base.is_contiguous() and tensor.is_contiguous()
+    return base if whole else None
+
+
+def _begin_graph(tensor: Tensor) -> None:
+    """Make `tensor`, which has none, the beginning of a graph, and yet no leaf, into which nobody may write."""
+    nothing = tensor.narrow(0, 0, 0)
+    nothing.copy_(torch.empty_like(nothing).requires_grad_())
 
 
 def _nbytes(tensor: Tensor) -> int:

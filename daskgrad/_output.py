@@ -166,7 +166,7 @@ def _of_parameters(value: Tensor, uses: Uses, lead: int) -> tuple[dict[str, list
         raise TypeError(
             f"the row function returned a tensor of shape {tuple(value.shape[lead:])}, and a gradient by parameters needs a number"
         )
-    wanted = uses.wanted()
+    wanted: Any = uses.wanted()  # tensors and places, which torch's own annotation keeps apart
     gradients: Sequence[Tensor | None] = [None] * len(wanted)
     if wanted and value.requires_grad:
         gradients = torch.autograd.grad(value.sum(), wanted, retain_graph=True, allow_unused=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.nn import functional as F
 
 from . import _reduce
@@ -66,12 +67,14 @@ class Call:
 
     Attributes:
         given: the layer's input, (rows, *shape).
-        output: its output as autograd knows it, with the rows at `axis`.
+        output: the place of its output in the graph of autograd.
+        shape: the output's, with the rows at `axis`.
         version: how often the input had been written into.
     """
 
     given: Tensor
-    output: Tensor
+    output: GradientEdge
+    shape: torch.Size
     axis: int
     makes: dict[str, Make]
     version: int
@@ -121,9 +124,18 @@ class Uses:
         found = self._slices.get(id(tensor))
         return None if found is None else (found[1], found[1] + len(tensor))
 
-    def named_in(self, args: Any) -> list[str]:
-        """The paths of the parameters among the arguments of a call."""
-        return [self._names[id(tensor)] for tensor in _flat(args) if id(tensor) in self._names]
+    def named_in(self, *args: Any) -> list[str]:
+        """The paths of the parameters among the arguments of a call. It is asked for every call, so it takes few steps."""
+        found = []
+        for item in args:
+            name = self._names.get(id(item))
+            if name is not None:
+                found.append(name)
+            elif isinstance(item, list | tuple):
+                found += self.named_in(*item)
+            elif type(item) is dict:
+                found += self.named_in(*item.values())
+        return found
 
     def replaced(self, args: Any, by: Callable[[str], Tensor]) -> Any:
         """`args` with each parameter replaced."""
@@ -136,7 +148,7 @@ class Uses:
             return {key: self.replaced(item, by) for key, item in args.items()}
         return args
 
-    def wanted(self) -> list[Tensor]:
+    def wanted(self) -> list[Tensor | GradientEdge]:
         """What to differentiate by."""
         return [*(call.output for call in self.calls), *self.leaves.values()]
 
@@ -145,21 +157,11 @@ class Uses:
         found: dict[str, list[Contribution]] = {name: [] for name in self.targets}
         for call, gradient in zip(self.calls, gradients, strict=False):
             for name, make in call.makes.items() if gradient is not None else ():
-                found[name].append(make(call, gradient.movedim(call.axis, 0)))  # type: ignore[union-attr]
+                found[name].append(make(call, gradient.reshape(call.shape).movedim(call.axis, 0)))  # type: ignore[union-attr]
         for name, gradient in zip(self.leaves, gradients[len(self.calls) :], strict=True):
             if gradient is not None:
                 found[name].append(Formed(gradient))
         return {name: together(parts) for name, parts in found.items()}
-
-
-def _flat(args: Any) -> Iterator[Tensor]:
-    if isinstance(args, Tensor):
-        yield args
-    elif isinstance(args, list | tuple):
-        for item in args:
-            yield from _flat(item)
-    elif type(args) is dict:
-        yield from _flat(list(args.values()))
 
 
 # --- the rules --------------------------------------------------------------------------------------------------------
@@ -170,7 +172,7 @@ def rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], uses: Uses) -
     make = _RULES.get(func)
     given, wanted = make(args, kwargs) if make is not None else (None, {})
     named = {name: _in_place(how, tensor, name, uses) for tensor, how in wanted.values() for name in uses.named_in(tensor)}
-    if given is None or sorted(named) != sorted(uses.named_in([args, kwargs])):
+    if given is None or sorted(named) != sorted(uses.named_in(*args, *kwargs.values())):
         return None
     return given, named
 

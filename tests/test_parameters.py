@@ -745,6 +745,42 @@ def test_an_input_that_is_written_into_after_a_layer_has_read_it(make: Callable[
         dg.grad_column(table(4), fn, wrt=dg.norm("model"), shared={"model": model}, engine=engine)
 
 
+WRITTEN_INTO: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(4, 4), (4,)),
+    "linear on a sequence": (lambda: nn.Linear(4, 4), (3, 4)),
+    "convolution": (lambda: nn.Conv1d(2, 3, 2), (2, 5)),
+    "grouped convolution": (lambda: nn.Conv1d(2, 4, 2, groups=2), (2, 5)),
+    "layer norm": (lambda: nn.LayerNorm(4), (3, 4)),
+    "group norm": (lambda: nn.GroupNorm(2, 4), (1, 4, 3)),
+    "batch norm in eval": (lambda: nn.BatchNorm1d(4).eval(), (1, 4)),
+}
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first layer", "later layer"])
+@pytest.mark.parametrize("name", WRITTEN_INTO)
+def test_an_output_that_is_written_into(name: str, first: bool) -> None:
+    """The gradient is by what the layer gave, before anyone wrote into it, or into a view of it."""
+
+    def fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        x = x if first else x * model.get_parameter("scale")
+        out: Tensor = model.get_submodule("layer")(x)
+        out.unsqueeze(0)[..., 0].mul_(3)
+        out[..., 1:] += y
+        out.relu_()
+        return reading(out, y)
+
+    make, shape = WRITTEN_INTO[name]
+    assert_by_parameters(table(*shape), fn, {"model": seeded(lambda: _With(make()))})
+
+
+class _With(nn.Module):
+    """A layer, and a number that its input can be multiplied by."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.scale = layer, nn.Parameter(torch.ones(()))
+
+
 def test_dropout_draws_the_same_for_every_row() -> None:
     def fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return loss(model, x, y)
