@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from . import _anomaly, _scripted
-from ._ambient import checkpoint, slow_rules
+from ._ambient import checkpoint, keep_memory, slow_rules
 from ._derivative import Derivative, Dot, Total
 from ._errors import GraphError, PlanError
 from ._mode import RowMode
@@ -117,6 +117,7 @@ class Job:
 
 def solve(job: Job, sink: Sink) -> None:
     """Put the derivatives of all rows of `job` into `sink`."""
+    keep_memory()
     solver = _Solver(job, sink)
     if job.options.engine == "loop":
         solver.one_by_one(job.rows)

@@ -6,7 +6,9 @@ The oracle is plain ``torch.autograd.grad`` by the parameters of a copy of the m
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import platform
 import re
 import subprocess
 import sys
@@ -1111,6 +1113,29 @@ def test_the_matrix_of_rows_by_parameters_never_exists() -> None:
     assert whole < 1000, f"{whole} MB more than at first"  # 40,000 MB
     sums = [peak(500, size)[1] for size in (1, 3, None)]
     np.testing.assert_allclose(sums, sums[0], rtol=1e-5)
+
+
+_FAULTS = """
+import resource
+import torch
+from daskgrad import _ambient
+
+_ambient.keep_memory()
+for _ in range(4):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [torch.ones(2**18) for _ in range(30)]
+    del blocks
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library keeps memory in its own way")
+def test_memory_is_kept_from_batch_to_batch() -> None:
+    """30 tensors of 1 MB that come and go: where the C library is left alone, their 7,680 pages are mapped again each time."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    done = subprocess.run([sys.executable, "-c", _FAULTS], capture_output=True, text=True, check=True, timeout=300, env=env)
+    assert int(done.stdout) < 1000
 
 
 @pytest.mark.slow
