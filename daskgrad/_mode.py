@@ -9,6 +9,7 @@ A torch function mode sees every call that `fn` makes. Row at a time, and in a b
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -625,6 +626,23 @@ def _attend(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     return torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0]
 
 
+def _weighted(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A loss by whose weights a row is differentiated: torch has no derivative for that, but its batching rule has, of a batch of one."""
+    given = dict(zip(_PARAMETERS_OF[func], args, strict=False)) | kwargs
+    if mode.paths is not None or not any(mode.differentiated(given.get(name)) for name in ("weight", "pos_weight")):
+        return func(*args, **kwargs)
+    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+    options = {name: value for name, value in given.items() if name not in tensors}
+    one_row = torch.vmap(lambda *values: func(**dict(zip(tensors, values, strict=True)), **options))
+    return one_row(*(tensor.unsqueeze(0) for tensor in tensors.values())).squeeze(0)
+
+
+_PARAMETERS_OF = {
+    loss: tuple(inspect.signature(loss).parameters)
+    for loss in (F.cross_entropy, F.nll_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits)
+}
+
+
 def _embed(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A table of each row's own: vmap puts the tables one below the other, and knows `padding_idx` in the first alone."""
     given = dict(zip(("input", "weight", "padding_idx"), args, strict=False)) | kwargs
@@ -698,6 +716,7 @@ _HANDLERS: dict[Any, _Handler] = {
     **dict.fromkeys(_RECURRENT, _recur),
     F.scaled_dot_product_attention: _attend,
     F.embedding: _embed,
+    **dict.fromkeys(_PARAMETERS_OF, _weighted),
     **dict.fromkeys(_BLIND, _never_batched),
     torch.as_strided_: _strided,
     Tensor.as_strided_: _strided,

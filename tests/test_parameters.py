@@ -1072,6 +1072,43 @@ def test_batch_norm_in_train_mode_is_refused(mode: str, engine: str) -> None:
             dg.grad_column(table(1, 4, 4), fn, wrt=dg.norm("model"), shared={"model": model}, engine=engine)
 
 
+# --- the weights of a loss, by which torch itself refuses to differentiate ---------------------------------------------
+
+
+def _pair(x: Tensor) -> Tensor:
+    return torch.stack([x, 2 * x * x])
+
+
+def _classes(y: Tensor) -> Tensor:
+    return torch.stack([(y > 0).long(), (y > 0.5).long() + 1])
+
+
+WEIGHTED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "cross entropy, sum": lambda x, y, w: F.cross_entropy(_pair(x), _classes(y), weight=w, reduction="sum"),
+    "cross entropy, mean": lambda x, y, w: F.cross_entropy(_pair(x), _classes(y), w),
+    "cross entropy, one row": lambda x, y, w: F.cross_entropy(x, _classes(y)[0], w, reduction="sum"),
+    "cross entropy, a class ignored": lambda x, y, w: F.cross_entropy(_pair(x), _classes(y), w, ignore_index=2),
+    "cross entropy, smoothed": lambda x, y, w: F.cross_entropy(_pair(x), _classes(y), w, label_smoothing=0.2),
+    "nll": lambda x, y, w: (F.nll_loss(_pair(x), _classes(y), w, reduction="none") ** 2).sum(),
+    "binary": lambda x, y, w: F.binary_cross_entropy(torch.sigmoid(x), torch.sigmoid(y).expand(3), w),
+    "binary with logits": lambda x, y, w: F.binary_cross_entropy_with_logits(x, torch.sigmoid(y).expand(3), w),
+    "binary, positive": lambda x, y, w: F.binary_cross_entropy_with_logits(x, torch.sigmoid(y).expand(3), pos_weight=w),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_the_weights_of_a_loss(name: str) -> None:
+    """By central differences: shared weights and those in a column, in every engine."""
+    fn, frame, weights = WEIGHTED[name], table(3, rows=5), torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    step = 1e-5 * torch.eye(3, dtype=torch.float64)
+    rows = [(torch.from_numpy(x), torch.tensor(y, dtype=torch.float64)) for x, y in zip(frame["x"], frame["y"], strict=True)]
+    wanted = [np.array([float(fn(x, y, weights + h) - fn(x, y, weights - h)) / 2e-5 for h in step]) for x, y in rows]
+    in_column = frame.assign(w=object_series([weights.numpy()] * 5).array)
+    for engine in ENGINES:
+        assert_cells(list(dg.grad_column(frame, fn, wrt="w", shared={"w": weights}, engine=engine)), wanted, rtol=1e-6, atol=1e-8)
+        assert_cells(list(dg.grad_column(in_column, fn, wrt="w", engine=engine)), wanted, rtol=1e-6, atol=1e-8)
+
+
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 _PEAK = """
