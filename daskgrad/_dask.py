@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pandas as pd
 
-from . import _ship
+from . import _crash, _ship
 from ._blob import LARGE, Blob, plan_key
 from ._errors import DaskgradError, EngineWarning, fit_to_travel
 from ._warn import one_call
@@ -260,7 +260,7 @@ def run_part(part: Any, parcel: bytes | Blob, choice: bytes | None, partition_in
         plan = _ship.unpack(parcel)
         if choice is not None:
             plan = plan.only(pickle.loads(choice))
-        with _one_thread(), one_call(_ship.identity(parcel)):
+        with _one_thread(), one_call(_ship.identity(parcel)), _survived(plan.title, number):
             return plan.run(_as_pandas(plan, part), number)
     except DaskgradError as error:
         problem = error
@@ -275,13 +275,21 @@ def run_part(part: Any, parcel: bytes | Blob, choice: bytes | None, partition_in
     raise problem
 
 
+def _survived(title: str, partition: int | None) -> contextlib.AbstractContextManager[None]:
+    """Inside it, a crash of the process leaves word of where it was."""
+    worker = _ship.worker()
+    if worker is not None:
+        return _crash.watched(worker, str(worker.get_current_task()), title, partition)
+    return _crash.told() if multiprocessing.parent_process() is not None else contextlib.nullcontext()
+
+
 def _as_pandas(plan: Plan, part: Any) -> pd.DataFrame | pd.Series:
     return part if isinstance(part, pd.DataFrame | pd.Series) else plan.records(list(part))
 
 
 def _away() -> bool:
     """Whether an error raised here has to be pickled to reach the caller."""
-    return multiprocessing.parent_process() is not None or _ship.on_worker()
+    return multiprocessing.parent_process() is not None or _ship.worker() is not None
 
 
 class _Threads:

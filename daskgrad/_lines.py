@@ -38,6 +38,12 @@ def arrived(files: Mapping[Code, File]) -> None:
     _files.update(files)
 
 
+def file_of(name: str, line: int) -> str:
+    """The file of the function called `name` that has travelled here and has this line."""
+    near = {first: file for (code, first, _), file in _files.items() if code == name and first <= line}
+    return near[max(near)] if near else _NO_FILE
+
+
 def users_line() -> str:
     """File, line and source of the innermost frame that is neither torch's nor daskgrad's."""
     frame = sys._getframe(1)

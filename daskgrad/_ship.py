@@ -87,7 +87,7 @@ def _whole(parcel: bytes | Blob) -> bytes:
         return parcel.data
     if not is_ticket(parcel, DIGEST):
         return parcel
-    found = fetch(parcel, DIGEST, _worker())
+    found = fetch(parcel, DIGEST, worker())
     if found is None:
         raise PlanError(
             f"The row function and its shared arguments are no longer on {here()}: they are kept there as long as the "
@@ -99,17 +99,13 @@ def _whole(parcel: bytes | Blob) -> bytes:
 
 def here() -> str:
     """This process in words, for a message: the worker's address where there is one."""
-    worker = _worker()
-    where = f"process {os.getpid()}" if worker is None else f"worker {worker.address}"
+    at = worker()
+    where = f"process {os.getpid()}" if at is None else f"worker {at.address}"
     return f"{where} on {socket.gethostname()}"
 
 
-def on_worker() -> bool:
-    """Whether this runs in a task of `dask.distributed`."""
-    return _worker() is not None
-
-
-def _worker() -> Any:
+def worker() -> Any:
+    """The worker of `dask.distributed` in whose task this runs, or None."""
     distributed = sys.modules.get("distributed")
     if distributed is None:
         return None

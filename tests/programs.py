@@ -14,6 +14,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -245,3 +246,68 @@ def _written_key(path: Path, key: Any) -> str:
     path.touch(mode=0o600)
     path.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain))
     return str(path)
+
+
+# -------------------------------------------------------------------------------- a network that can be cut
+
+
+class Wire:
+    """A TCP connection to `address` that a test can cut or freeze, in both directions: a proxy on 127.0.0.1."""
+
+    def __init__(self, address: str) -> None:
+        self._target = urlsplit(address)
+        self._listener = socket.create_server((LOOPBACK, 0))
+        self.address = f"{self._target.scheme}://{LOOPBACK}:{self._listener.getsockname()[1]}"
+        self._flows = threading.Event()
+        self._flows.set()
+        self._ends: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def freeze(self) -> None:
+        """From now on nothing arrives, and nobody is told: as behind a router that has lost its way."""
+        self._flows.clear()
+
+    def thaw(self) -> None:
+        """What waited arrives."""
+        self._flows.set()
+
+    def cut(self) -> None:
+        """Every connection is closed, and no other is accepted."""
+        # A thread that waits in accept() or recv() wakes at a shutdown, not at a close.
+        for end in [self._listener, *self._ends]:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def close(self) -> None:
+        """Cut it, and wait for its threads."""
+        self.thaw()
+        self.cut()
+        for thread in self._threads:
+            thread.join(10)
+
+    def __enter__(self) -> Wire:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # the listener was closed
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection((self._target.hostname, self._target.port))
+                self._ends += [near, far]
+                pairs = [(near, far), (far, near)]
+                started = [threading.Thread(target=self._pump, args=pair) for pair in pairs]
+                self._threads += started
+                for thread in started:
+                    thread.start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # either end was closed
+            while data := source.recv(2**16):
+                self._flows.wait()
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
