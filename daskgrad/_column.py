@@ -12,7 +12,6 @@ import pandas as pd
 from . import _captured, _dask, _options, _plan
 from ._derivative import Aux, Derivative, Norm, Problem, Project, Total, parse
 from ._errors import PlanError
-from ._names import listing
 from ._plan import Plan
 from ._source import Source
 
@@ -155,7 +154,7 @@ def plan_of(
     )
     _captured.check(plan)
     if _dask.kind(data) in ("frame", "series"):
-        _refuse_text_that_was_arrays(data, plan)
+        _dask.refuse_text_that_was_arrays(data, {column for argument in plan.inputs for column in argument.columns})
     return plan
 
 
@@ -211,17 +210,6 @@ def _source(data: Any) -> Source:
         f"data is a {type(data).__module__}.{type(data).__qualname__}. Possible: a pandas DataFrame or Series, a Dask DataFrame, "
         "Series or Bag."
     )
-
-
-def _refuse_text_that_was_arrays(data: Any, plan: Plan) -> None:
-    read = {column for argument in plan.inputs for column in argument.columns}
-    turned = [label for label in _dask.text_that_was_arrays(data) if label in read]
-    if turned:
-        raise PlanError(
-            f"the column {turned[0]!r} held arrays, and Dask has turned them into text on the way in. Set "
-            'dask.config.set({"dataframe.convert-string": False}) before from_pandas, and the arrays stay arrays. '
-            f"Columns that are text now: {listing(turned)}."
-        )
 
 
 def _seed() -> int:

@@ -15,7 +15,7 @@ import pickle
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -23,7 +23,8 @@ import pandas as pd
 
 from . import _crash, _ship
 from ._blob import LARGE, Blob, plan_key
-from ._errors import DaskgradError, EngineWarning, fit_to_travel
+from ._errors import DaskgradError, EngineWarning, PlanError, fit_to_travel
+from ._names import listing
 from ._warn import one_call
 
 if TYPE_CHECKING:
@@ -179,7 +180,18 @@ def peek(data: Any) -> list[Any] | None:
     return records
 
 
-def text_that_was_arrays(data: Any) -> list[Hashable]:
+def refuse_text_that_was_arrays(data: Any, read: Collection[Hashable]) -> None:
+    """Raise a PlanError if one of the columns `read` is text that Dask has made of arrays."""
+    turned = [label for label in _text_that_was_arrays(data) if label in read]
+    if turned:
+        raise PlanError(
+            f"the column {turned[0]!r} held arrays, and Dask has turned them into text on the way in. Set "
+            'dask.config.set({"dataframe.convert-string": False}) before from_pandas, and the arrays stay arrays. '
+            f"Columns that are text now: {listing(turned)}."
+        )
+
+
+def _text_that_was_arrays(data: Any) -> list[Hashable]:
     """The labels of text columns that were arrays or lists in the pandas object that `from_pandas` was given.
 
     Dask turns every object column into text unless the option `dataframe.convert-string` is off. Nothing is computed.
