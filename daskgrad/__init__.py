@@ -14,8 +14,13 @@ from ._errors import EngineWarning as EngineWarning
 from ._errors import GraphError as GraphError
 from ._errors import PlanError as PlanError
 from ._errors import RowError as RowError
+from ._errors import StoreError as StoreError
 from ._explain import explain as explain
 from ._gradcheck import gradcheck as gradcheck
+from ._store import Verified as Verified
+from ._store import Written as Written
+from ._store import to_parquet as to_parquet
+from ._store import verify as verify
 from ._totals import clipped_sum as clipped_sum
 from ._totals import fisher_diagonal as fisher_diagonal
 from ._totals import mean_gradient as mean_gradient

@@ -55,6 +55,10 @@ class RowError(DaskgradError, RuntimeError):
     """The row function failed on a row; the user's own exception is `__cause__`."""
 
 
+class StoreError(DaskgradError, OSError):
+    """A folder of parts could not be completed: another writes there, the disk is full, a part takes too long or kills its process."""
+
+
 class EngineWarning(UserWarning):
     """It runs slower than it could, and why."""
 
@@ -68,7 +72,7 @@ def _state(error: DaskgradError) -> tuple[Any, ...]:
     """What `_rebuild` makes an error of again, all of it fit for a pickle."""
     values = {name: _picklable(value) for name, value in error.values.items()}
     shown = (_clipped(str(error)), _picklable(error.label), error.partition, values)
-    return (type(error), *shown, _carried(error.__cause__), getattr(error, "__notes__", None))
+    return (type(error), *shown, carried(error.__cause__), getattr(error, "__notes__", None))
 
 
 def _rebuild(
@@ -122,7 +126,8 @@ class _Carried(Exception):
         return _unpacked, (self.blob, str(self))
 
 
-def _carried(cause: BaseException | None) -> _Carried | None:
+def carried(cause: BaseException | None) -> _Carried | None:
+    """An exception as what its own pickle, or the lack of one, cannot stop."""
     if cause is None or isinstance(cause, _Carried):
         return cause
     text = _clipped(f"{type(cause).__module__}.{type(cause).__qualname__}: {cause}")

@@ -77,6 +77,19 @@ def unpack(parcel: bytes | Blob) -> Plan:
     return plan
 
 
+def snapshot(parcel: bytes | Blob) -> Plan:
+    """The plan as it was packed, in a copy that nothing has run: a run may leave marks, such as which parameters ask for gradients."""
+    return _opened(_whole(parcel))
+
+
+def redeemed(value: Any) -> Any:
+    """The packed plan, where `value` is the ticket that travelled to this process in its place; any other value as it is."""
+    if not isinstance(value, bytes) or not is_ticket(value, DIGEST):
+        return value
+    found = fetch(value, DIGEST, _worker())
+    return value if found is None else found
+
+
 def identity(parcel: bytes | Blob) -> bytes:
     """The digest of the plan's content: equal for equal calls."""
     return parcel.digest if isinstance(parcel, Blob) else parcel[:DIGEST]
