@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, _vmap_internals
 from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.overrides import TorchFunctionMode
 
 from ._ambient import slow_rules
 from ._derivative import Dot, Order, Step
@@ -119,6 +120,24 @@ def _along(gradient: Tensor, vector: Tensor, leaf: Tensor, output: Tensor, lead:
     return product.sum(-1)
 
 
+class _InTorch(TorchFunctionMode):
+    """While a backward pass records its own graph: one that is written in Python may not go on outside of torch.
+
+    There no graph is recorded, detached or not, and the next order would be a silent 0.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func in _OUT_OF_TORCH and (args[0].is_floating_point() or args[0].is_complex()):
+            raise RuntimeError(
+                f"the backward pass of a torch.autograd.Function takes numbers out of torch, by {func.__name__}(), so it cannot be "
+                "differentiated again: write it with torch operations, or ask for the first order only"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+_OUT_OF_TORCH = frozenset({Tensor.numpy, Tensor.__array__, Tensor.item, Tensor.tolist, Tensor.__float__, Tensor.__complex__})
+
+
 # --- first order ------------------------------------------------------------------------------------------------------
 
 
@@ -146,7 +165,11 @@ def _grad(output: Tensor, leaves: Sequence[Tensor], *, create_graph: bool, retai
     if create_graph:
         # A backward pass that is marked as good for one derivative says so only where what comes in could be differentiated, too.
         output = output * torch.ones_like(output, requires_grad=True)
-    gradients = torch.autograd.grad(output, leaves, create_graph=create_graph, retain_graph=retain_graph or create_graph, allow_unused=True)
+        one = torch.ones_like(output)
+        with _InTorch():
+            gradients = _engine_run_backward((output,), (one,), True, True, tuple(leaves), True, accumulate_grad=False)
+    else:
+        gradients = torch.autograd.grad(output, leaves, retain_graph=retain_graph, allow_unused=True)
     # An embedding with sparse=True gives a sparse gradient, which no cell can hold.
     return [g.to_dense() if g is not None and g.layout is not torch.strided else g for g in gradients]
 

@@ -21,7 +21,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import daskgrad as dg
-from daskgrad import _reduce
+from daskgrad import _autograd, _reduce
 
 Tensor = torch.Tensor
 BOTH = ("auto", "loop")
@@ -354,16 +354,17 @@ def test_a_projection_keeps_lengths_and_inner_products_on_average() -> None:
 
 @contextmanager
 def counted_passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The number of leaves of each call of torch.autograd.grad."""
+    """The number of outputs of each backward pass of torch's engine."""
     calls: list[int] = []
-    real = torch.autograd.grad
+    real = torch.autograd.graph._engine_run_backward
 
-    def grad(outputs: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        calls.append(len(inputs) if isinstance(inputs, (list, tuple)) else 1)
-        return real(outputs, inputs, *args, **options)
+    def run(outputs: Any, *args: Any, **options: Any) -> Any:
+        calls.append(len(outputs))
+        return real(outputs, *args, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr(torch.autograd, "grad", grad)
+        patched.setattr(torch.autograd, "_engine_run_backward", run)
+        patched.setattr(_autograd, "_engine_run_backward", run)
         yield calls
 
 
@@ -552,7 +553,7 @@ class Detached(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        return torch.from_numpy(grad.detach().numpy() * np.exp(x.detach().numpy()))
+        return torch.as_tensor(grad.detach().numpy() * np.exp(x.detach().numpy()))
 
 
 @pytest.mark.parametrize("exp", [Cut.apply, Once.apply, Detached.apply])
@@ -593,6 +594,55 @@ def test_a_second_order_that_torch_refuses_names_the_row(engine: str) -> None:
     with slower_is_fine():
         first = dg.derivatives(frame, lambda x: Once.apply(x), {"x": "x"}, engine=engine)
     assert_cells(list(first["x"]), list(np.exp([1.0, 2.0])), rtol=1e-12)
+
+
+class HalfDetached(torch.autograd.Function):
+    """x³ whose backward pass keeps a graph for what comes in alone: by itself the second order would be 0, times x half of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.detach() ** 3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * torch.as_tensor(3 * np.asarray(x.detach()) ** 2)
+
+
+@pytest.mark.parametrize("fn", [Detached.apply, HalfDetached.apply, lambda x: HalfDetached.apply(x) * x])
+@pytest.mark.parametrize("engine", BOTH)
+def test_a_second_order_through_numpy_is_refused(fn: Any, engine: str) -> None:
+    """A backward pass that computes in NumPy records no graph: the second order would be wrong in silence."""
+    frame = pd.DataFrame({"x": [1.0, 2.0]}, index=["a", "b"])
+    with slower_is_fine(), pytest.raises(dg.RowError, match="'a'") as raised:
+        dg.derivatives(frame, lambda x: fn(x), {"xx": ("x", "x")}, engine=engine)
+    assert "takes numbers out of torch" in str(raised.value.__cause__)
+    with slower_is_fine():
+        dg.derivatives(frame, lambda x: fn(x), {"x": "x"}, engine=engine)
+
+
+class Gate(torch.autograd.Function):
+    """relu by hand, as many are written: its second order is 0, and numbers that are no floats may leave torch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clamp(min=0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * torch.as_tensor((x > 0).numpy())
+
+
+@pytest.mark.parametrize("engine", BOTH)
+def test_a_second_order_that_is_zero_by_right_stays(engine: str) -> None:
+    frame = pd.DataFrame({"x": [-1.0, 2.0]})
+    with slower_is_fine():
+        got = dg.derivatives(frame, lambda x: Gate.apply(x) * x, {"x": "x", "xx": ("x", "x")}, engine=engine)
+    assert_cells(list(got["x"]), [0.0, 4.0])
+    assert_cells(list(got["xx"]), [0.0, 2.0])
 
 
 def test_a_wrong_batching_rule_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -700,7 +750,7 @@ def test_wishes_that_make_no_sense_fail_at_the_call(wanted: Any) -> None:
             dg.derivatives(data, mixed, wanted)
 
 
-@pytest.mark.parametrize("make", [lambda: dg.norm([]), lambda: dg.norm(3), lambda: dg.project("x", 0), lambda: dg.dot("x", object())])
+@pytest.mark.parametrize("make", [lambda: dg.norm([]), lambda: dg.norm({}), lambda: dg.project("x", 0), lambda: dg.dot("x", object())])
 def test_reductions_that_make_no_sense(make: Callable[[], Any]) -> None:
     with pytest.raises(dg.PlanError):
         make()
