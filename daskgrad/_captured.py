@@ -6,8 +6,8 @@ import functools
 import random
 import sys
 import types
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,17 +53,43 @@ class Captured:
     Attributes:
         draws: it can draw from Python's or NumPy's random generators, whose draws a batch would share.
         scripted: TorchScript in its reach reads tensors into numbers.
+        tensors: the tensors that it captures, by their storage, with the names that its author knows them by.
     """
 
     draws: bool
     scripted: bool
+    tensors: Mapping[int, str]
 
 
 def look(plan: Plan) -> Captured:
     """What is in reach of the row function of `plan`."""
     from . import _scripted
 
-    return Captured(_draws_outside_torch(plan), _scripted.reads_values(reachable(plan)))
+    captured = ((name, value) for name, value in reachable(replace(plan, shared={})))
+    return Captured(_draws_outside_torch(plan), _scripted.reads_values(reachable(plan)), by_storage(captured))
+
+
+def by_storage(values: Iterable[tuple[str, Any]]) -> dict[int, str]:
+    """The tensors among `values`, those of modules included, by their storage."""
+    import torch
+
+    found: dict[int, str] = {}
+    for name, value in values:
+        if isinstance(value, torch.Tensor):
+            found[storage_of(value)] = name
+        elif isinstance(value, torch.nn.Module):
+            for path, tensor in [*value.named_parameters(), *value.named_buffers()]:
+                found[storage_of(tensor)] = f"{name}.{path}"
+    return found
+
+
+def storage_of(tensor: Any) -> int:
+    """What tensors that share their numbers have in common; 0 for those that have no numbers at all."""
+    try:
+        storage: int = tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse, or of a functorch level that has ended
+        return 0
+    return storage
 
 
 def _draws_outside_torch(plan: Plan) -> bool:

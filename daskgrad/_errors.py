@@ -59,6 +59,14 @@ class StoreError(DaskgradError, OSError):
     """A folder of parts could not be completed: another writes there, the disk is full, a part takes too long or kills its process."""
 
 
+class UsersOwn(Exception):
+    """A PlanError that the row function raised, not daskgrad in it: a row that failed, as with any other exception. Never seen outside."""
+
+    def __init__(self, error: PlanError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class EngineWarning(UserWarning):
     """It runs slower than it could, and why."""
 

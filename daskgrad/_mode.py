@@ -12,7 +12,7 @@ import contextlib
 import inspect
 import math
 import types
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -25,7 +25,8 @@ from torch.overrides import TorchFunctionMode
 
 from . import _parameters, _recurrent
 from ._autograd import reaches
-from ._errors import GraphError
+from ._captured import storage_of
+from ._errors import GraphError, PlanError
 from ._lines import users_line
 from ._parameters import Uses
 from ._paths import OwnParameters, Paths, TooLarge, Unbatchable
@@ -46,6 +47,8 @@ class RowMode(TorchFunctionMode):
         cut: the first cut that was found, also where `fn` caught the exception.
         raised: an exception of torch that passed through, also where `fn` caught it.
         missing: the row read a missing value.
+        kept: the tensors that are there before and after the call, by their storage, with their names.
+        wrong: daskgrad's own error about the call, raised inside the row function.
         named: the differentiated arguments by name.
         level: the vmap level of the batch.
         uses: the shared parameters that are differentiated, and how they are used.
@@ -67,6 +70,8 @@ class RowMode(TorchFunctionMode):
         self.cut: GraphError | None = None
         self.raised: Exception | None = None
         self.missing = False
+        self.wrong: PlanError | None = None
+        self.kept: Mapping[int, str] = {}
         self.level = -1
         self.named: dict[Hashable, Tensor] = {}
         self.uses = uses
@@ -84,6 +89,8 @@ class RowMode(TorchFunctionMode):
         handler = _HANDLERS.get(func)
         if handler is not None and not args and (name := next((n for n in _FIRST if n in kwargs), None)) is not None:
             args, kwargs = (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}
+        if self.kept and _writes(func, kwargs):
+            self._refuse_to_write(func, args, kwargs)
         try:
             if handler is not None:
                 result = handler(self, func, args, kwargs)
@@ -222,6 +229,18 @@ class RowMode(TorchFunctionMode):
         )
         raise self.cut
 
+    def _refuse_to_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise where a call would write into a tensor that was there before: other rows, and the caller, would see it."""
+        targets = _tensors_in([kwargs.get("out"), *args[:1]])
+        name = next((self.kept[s] for t in targets if (s := storage_of(_bottom(t))) in self.kept), None)
+        if name is not None:
+            self.cut = self.cut or GraphError(
+                f"{users_line()}: {func.__name__}() writes into {name!r}, which was made outside of the row function: other rows would see "
+                f"it, in an order that is nobody's choice, and so would you afterwards. Make the tensor inside, or write into "
+                f"{name}.clone()."
+            )
+            raise self.cut
+
     def unbatchable(self, why: str) -> NoReturn:
         """End the run: rows on this path go one by one."""
         assert self.paths is not None
@@ -238,6 +257,16 @@ class RowMode(TorchFunctionMode):
 
 _TENSORS = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
 """Attributes that are tensors of the same values."""
+
+
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
+
+
+def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call writes into its first argument, or into `out`."""
+    name = func.__name__
+    return (name[-1] == "_" and (name[-2] != "_" or name in _IN_PLACE) and name != "requires_grad_") or "out" in kwargs
 
 
 def _foreign(mode: RowMode, args: Any) -> bool:

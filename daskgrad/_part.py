@@ -19,7 +19,7 @@ from . import _kernel
 from ._ambient import neutral
 from ._cells import ArrayKind, StaticKind
 from ._derivative import Dot, Total, directions_of
-from ._errors import PlanError
+from ._errors import PlanError, UsersOwn
 from ._mode import RowMode
 from ._names import function_name
 from ._output import Wish
@@ -156,14 +156,21 @@ def _caller(
     fixed: dict[Any, Any] = {n: k.value for n, k in kinds.items() if isinstance(k, StaticKind) and k.value is not DEFAULT}
     free = next((n for n in signature.names if n not in shared.values and n not in signature.defaults), None)
     free = free if free is not None else signature.names[0]
+    kept = {**plan.captured.tensors, **shared.kept}
 
     def call(columns: Mapping[Hashable, Tensor], mode: RowMode, rows: Rows) -> Any:
+        mode.kept = kept
         given: dict[Any, Any] = {**fixed, **shared.for_call(mode), **columns}
         view = None
         if plan.form == "row":
             view = given[free] = RowView(table, cast, mode, rows, plan.named)
         positional, keyword = signature.arguments(given)
-        result = plan.fn(*positional, **keyword)
+        try:
+            result = plan.fn(*positional, **keyword)
+        except PlanError as error:
+            if error is mode.wrong:
+                raise
+            raise UsersOwn(error) from error
         if view is not None:
             complete(view)
         return result

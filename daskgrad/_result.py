@@ -13,7 +13,7 @@ from ._captured import modules
 from ._cells import python_value
 from ._columns import ColumnBuilder
 from ._derivative import Aux, Derivative, Problem, Total, arguments_of
-from ._errors import DaskgradError, GraphError, PlanError, RowError
+from ._errors import DaskgradError, GraphError, PlanError, RowError, UsersOwn
 from ._kernel import Report
 from ._names import function_name, said
 from ._outputs import Output
@@ -54,6 +54,9 @@ class Result:
             for output in self.plan.outputs
             if not isinstance(output.derivative, Problem | Total)
         }
+        self._holds: dict[Derivative, list[Output]] = {}
+        for output in self._columns:
+            self._holds.setdefault(output.derivative, []).append(output)
         self._filled: set[Output] = set()
         self._anomalies: dict[int, str] = {}
         self._watched = self.plan.options.detect_anomaly
@@ -79,8 +82,8 @@ class Result:
 
     def put(self, derivative: Derivative, rows: Rows, values: NDArray[Any]) -> None:
         places = as_slice(rows)
-        for output in self._columns:
-            if output.derivative == derivative and output.checkpoint == self.checkpoint:
+        for output in self._holds.get(derivative, ()):
+            if output.checkpoint == self.checkpoint:
                 self._put(output, places, values if output.component is None else values[:, output.component])
         if (self._problem or self._watched) and not isinstance(derivative, Aux):
             self._finite[derivative != ()][places] &= np.isfinite(values.reshape(len(values), -1)).all(axis=1)
@@ -116,7 +119,7 @@ class Result:
             self.fail(row, RuntimeError(what))
 
     def fail(self, row: int, error: Exception) -> None:
-        self.failures.setdefault(row, error)
+        self.failures.setdefault(row, error.error if isinstance(error, UsersOwn) else error)
         if self.first is None or row < self.first:
             self.first = row
 

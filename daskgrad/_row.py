@@ -35,7 +35,7 @@ class RowView:
 
     def __init__(self, table: Table, cast: Cast, mode: RowMode, rows: Rows, named: Sequence[Hashable]) -> None:
         self.__table, self.__cast, self.__mode, self.__rows = table, cast, mode, rows
-        self.__named = named
+        self.__named = dict.fromkeys(named)
         self.__columns: dict[Hashable, Any] = {}
         self.__known = dict.fromkeys(table.part.columns)  # in order, for messages
 
@@ -85,7 +85,9 @@ class RowView:
             if kind.value is ABSENT:
                 raise KeyError(self.__unknown(label))
             if label in self.__named:
-                raise PlanError(f"the derivative by {label!r} is asked for, but it holds {kind.value!r}, which is no number")
+                text = f"the derivative by {label!r} is asked for, but it holds {kind.value!r}, which is no number"
+                self.__mode.wrong = PlanError(text)
+                raise self.__mode.wrong
             return kind.value
         return self.__tensor(label, self.__cast(label, cells.take(self.__rows)))
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ._captured import by_storage
 from ._checkpoints import in_state
 from ._mode import RowMode
 from ._parameters import parameters_of
@@ -26,6 +27,7 @@ class Shared:
         values: by argument name.
         targets: the parameters that are differentiated, by path.
         dtype: the floating dtype of the modules among them (and of the row function, if it is one), None without any.
+        kept: the tensors among them that every call gets as they are, by their storage, with their names.
     """
 
     def __init__(self, plan: Plan, device: torch.device, checkpoint: int | None = None) -> None:
@@ -43,6 +45,8 @@ class Shared:
             if isinstance(value, Tensor) and value.numel() * value.element_size() <= SMALL and name not in self.targets
         ]
 
+        self.kept = by_storage(_inside((name, value) for name, value in self.values.items() if name not in self._small))
+
     def for_call(self, mode: RowMode) -> Mapping[str, Any]:
         """The values for one call of the row function."""
         if not self._small:
@@ -51,6 +55,16 @@ class Shared:
         if mode.fresh:
             copies = {name: mode.own(tensor) for name, tensor in copies.items()}
         return {**self.values, **copies}
+
+
+def _inside(values: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """`values`, and what dicts, lists and tuples among them hold."""
+    for name, value in values:
+        yield name, value
+        if isinstance(value, Mapping):
+            yield from _inside((f"{name}[{key!r}]", item) for key, item in value.items())
+        elif isinstance(value, list | tuple):
+            yield from _inside((f"{name}[{k}]", item) for k, item in enumerate(value))
 
 
 def copies(shared: Mapping[str, Any]) -> dict[str, Any]:

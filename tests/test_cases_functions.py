@@ -754,6 +754,81 @@ def clone_of_a_constant(v: Tensor) -> Tensor:
     return (base * v).sum()
 
 
+SCRATCH = torch.zeros(3, dtype=torch.float64)
+
+
+def write_into_a_global(v: Tensor) -> Tensor:
+    SCRATCH[0] = v[0] * v[1]
+    return SCRATCH.sum()
+
+
+def add_to_a_global(v: Tensor) -> Tensor:
+    with torch.no_grad():
+        SCRATCH.view(-1).add_(1.0)
+    return SCRATCH[0] * v.sum()
+
+
+def out_into_a_global(v: Tensor) -> Tensor:
+    with torch.no_grad():
+        torch.mul(v, 2.0, out=SCRATCH)
+    return (SCRATCH * v).sum()
+
+
+def accumulate_with_an_operator(v: Tensor) -> Tensor:
+    ours = SCRATCH
+    ours += v.detach()
+    return (ours * v).sum()
+
+
+@pytest.mark.parametrize("fn", [write_into_a_global, add_to_a_global, out_into_a_global, accumulate_with_an_operator])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_writing_into_a_captured_tensor_is_refused_before_it_happens(fn: Any, engine: str) -> None:
+    """Rows would see what others wrote, in nobody's order, and the caller's tensor would be another one afterwards."""
+    frame = pd.DataFrame({"v": object_series([np.array([1.0, 2.0, 3.0])] * MANY)})
+    with slower_is_fine(), pytest.raises(dg.GraphError, match="writes into 'SCRATCH'"):
+        dg.grad_column(frame, fn, engine=engine)
+    assert SCRATCH.tolist() == [0.0, 0.0, 0.0]
+    assert not SCRATCH.requires_grad
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_writing_into_a_shared_module_is_refused(engine: str) -> None:
+    """As with a captured one; a small shared tensor is each row's own, and may be written into."""
+    net = torch.nn.Linear(3, 1).double()
+
+    def count(model: torch.nn.Module, v: Tensor) -> Tensor:
+        with torch.no_grad():
+            model.bias.add_(1.0)  # type: ignore[operator, union-attr]
+        out: Tensor = model(v).sum()
+        return out
+
+    frame = pd.DataFrame({"v": object_series([np.array([1.0, 2.0, 3.0])] * MANY)})
+    with slower_is_fine(), pytest.raises(dg.GraphError, match=r"writes into 'model\.bias'"):
+        dg.grad_column(frame, count, shared={"model": net}, engine=engine)
+    with slower_is_fine():
+        got = dg.grad_column(frame, lambda v, c: (c.add_(1.0) * v).sum(), shared={"c": torch.zeros(3, dtype=torch.float64)}, engine=engine)
+    assert_cells(list(got), [np.ones(3)] * MANY)
+
+
+def plan_error_of_its_own(x: Tensor) -> Tensor:
+    if x > 2:
+        dg.grad_column(pd.DataFrame({"z": [1.0]}), lambda q: q * q)  # makes no sense: no column q
+    return x * x
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_plan_error_inside_the_row_function_is_a_row_that_failed(engine: str) -> None:
+    """It is the row's, not the call's: named, and missing where that is asked for."""
+    frame = column([1.0, 2.0, 3.0] * MANY)
+    with slower_is_fine():
+        got = dg.derivatives(frame, plan_error_of_its_own, {"g": "x", "p": dg.problem}, engine=engine)
+        with pytest.raises(dg.RowError, match="row 2") as raised:
+            dg.grad_column(frame, plan_error_of_its_own, engine=engine)
+    assert_cells(list(got["g"]), [2.0, 4.0, None] * MANY)
+    assert got["p"][2].startswith("PlanError")
+    assert isinstance(raised.value.__cause__, dg.PlanError)
+
+
 DATA_DEPENDENT = [
     masked,
     nonzero,
