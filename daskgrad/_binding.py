@@ -8,9 +8,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
+
 from ._captured import is_module
 from ._errors import PlanError
-from ._names import function_name, listing, nearest
+from ._names import among, function_name, listing, nearest
 from ._source import Source, dtype_of
 
 Form = Literal["columns", "row", "value"]
@@ -141,14 +143,18 @@ def bind(
     inputs: dict[str, Any],
     shared: dict[str, Any],
     row_wrt: Sequence[Hashable],
+    values_only: bool,
 ) -> tuple[Form, tuple[Input, ...]]:
-    """What `fn` gets, and what feeds each of its column arguments. `row_wrt`: the names that the call differentiates by."""
+    """What `fn` gets, and what feeds each of its column arguments.
+
+    `row_wrt`: the names that the call differentiates by; `values_only`: it wants no derivative.
+    """
     if source.kind == "series":
         return "value", (_bind_value(source, fn, signature, inputs, shared),)
     labels = source.labels
     free = [name for name in signature.required if name not in inputs and name not in shared]
     if _takes_whole_row(labels, free, signature.names, inputs, row_wrt):
-        if not row_wrt:
+        if not row_wrt and not values_only:
             raise PlanError(_row_needs_wrt(fn, free[0], labels))
         columns = row_wrt if labels is None else list(labels)
         return "row", tuple(Input(label, (label,)) for label in columns)
@@ -172,7 +178,7 @@ def _takes_whole_row(
         return False
     if labels is None:
         return bool(row_wrt) and not any(name in names for name in row_wrt)
-    return free[0] not in labels and free[0] not in row_wrt
+    return not among(free[0], labels) and not among(free[0], row_wrt)
 
 
 def _row_needs_wrt(fn: Callable[..., Any], name: str, labels: list[Hashable] | None) -> str:
@@ -221,7 +227,7 @@ def _bind_argument(
         return _bind_given(labels, fn, name, inputs[name])
     if labels is None:
         return Input(name, (name,), default=default)
-    if name in labels:
+    if among(name, labels):
         return Input(name, (name,))
     if default is not inspect.Parameter.empty:
         return None
@@ -241,7 +247,7 @@ def _bind_given(labels: list[Hashable] | None, fn: Callable[..., Any], name: str
             hash(column)
         except TypeError:
             raise PlanError(f"inputs={{{name!r}: {given!r}}}: a column label, or a list of labels, is needed") from None
-        if labels is not None and column not in labels:
+        if labels is not None and not among(column, labels):
             raise PlanError(
                 f"inputs feeds {name!r} of {function_name(fn)} from the column {column!r}, which there is not. The columns: "
                 f"{listing(labels)}.{nearest(column, labels)}"
@@ -256,4 +262,6 @@ def read_by(source: Source, bound: tuple[Input, ...], form: Form) -> list[Hashab
     wanted = {column for argument in bound for column in argument.columns}
     for column in wanted:
         dtype_of(source, column)
+    if all(isinstance(label, bool | np.bool_) for label in wanted):  # a list of these is a mask for pandas, not a choice of columns
+        return None
     return [label for label in source.labels or [] if label in wanted]

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from . import _captured, _dask, _options, _plan
-from ._derivative import Aux, Derivative, Norm, Problem, Project, Total, parse
+from ._derivative import UNNAMED, Aux, Derivative, Norm, Problem, Project, Total, parse
 from ._errors import PlanError
 from ._plan import Plan
 from ._source import Source
@@ -158,8 +158,8 @@ def plan_of(
     return plan
 
 
-def _asked(wrt: Any) -> list[tuple[Hashable | None, Derivative]]:
-    """What is asked for, with its name or None for the name of the column; empty for the default, the first argument."""
+def _asked(wrt: Any) -> list[tuple[Hashable, Derivative]]:
+    """What is asked for, with its name or `UNNAMED` for the name of the column; empty for the default, the first argument."""
     if isinstance(wrt, Mapping):
         return [(name, parse(wish, name)) for name, wish in wrt.items()]
     if isinstance(wrt, list) and not wrt:
@@ -167,7 +167,7 @@ def _asked(wrt: Any) -> list[tuple[Hashable | None, Derivative]]:
     wishes = wrt if isinstance(wrt, list) else [] if wrt is None else [wrt]
     for wish in wishes:
         _check_hashable(wish, wrt)
-    return [(None, wish if isinstance(wish, Norm | Project | Total | Aux | Problem) else (wish,)) for wish in wishes]
+    return [(UNNAMED, wish if isinstance(wish, Norm | Project | Total | Aux | Problem) else (wish,)) for wish in wishes]
 
 
 def _check_hashable(wish: Any, wrt: Any) -> None:
@@ -192,7 +192,8 @@ def _on_pandas(data: pd.DataFrame | pd.Series, plan: Plan) -> Any:
     from ._shared import copies
 
     if isinstance(data, pd.DataFrame) and plan.columns is not None and plan.columns != list(data.columns):
-        data = data[plan.columns]
+        wanted = frozenset(plan.columns)  # by place: pandas takes some labels for masks, and finds others only among their like
+        data = data.iloc[:, [place for place, label in enumerate(data.columns) if label in wanted]]
     return replace(plan, shared=copies(plan.shared)).run(data, None)
 
 

@@ -103,6 +103,9 @@ class Problem:
 Reduction = Norm | Project
 Derivative = Order | Reduction | Total | Aux | Problem
 
+UNNAMED: Hashable = object()
+"""In place of the name of a result that was given none: it gets the column's. (None may itself be a name.)"""
+
 problem = Problem()
 """Asks `derivatives` for a text column: the exception of a row that failed, *gradient not finite while the value is*,
 or *value not finite*; missing where all is well. Asking for it implies `on_error="null"`."""
@@ -217,16 +220,21 @@ def parse(wish: object, name: Hashable) -> Derivative:
     if isinstance(wish, Norm | Project | Aux | Problem):
         return wish
     if isinstance(wish, tuple):
-        wrong = [step for step in wish if not isinstance(step, str | Dot)]
-        if not wrong:
+        if all(map(_is_step, wish)):
             return wish
-    elif isinstance(wish, str | Dot):
+    elif _is_step(wish):
         return (wish,)
     raise PlanError(
         f"{name!r} asks for {_shown(wish)}, which is no derivative: a part of it names no argument (only dg.dot can be a step of an "
         "order). Possible: () the value, 'x' first order, ('x', 'y') by x then by y, dg.norm('x'), dg.dot('x', v), dg.project('x', k), "
         "dg.aux('name'), dg.problem."
     )
+
+
+def _is_step(step: object) -> bool:
+    """Whether it may be the name of an argument, or of a column in a function of whole rows: any label but a tuple, which is an order."""
+    label = isinstance(step, Hashable) and not isinstance(step, tuple | Norm | Project | Total | Aux | Problem) and not callable(step)
+    return label or isinstance(step, Dot)
 
 
 def _shown(wish: object) -> str:
@@ -271,7 +279,7 @@ def _orders(wrt: Any, what: str) -> tuple[Order, ...]:
     orders = []
     for wish in wishes:
         order = wish if isinstance(wish, tuple) else (wish,)
-        if not order or any(not isinstance(step, str | Dot) for step in order):
+        if not order or not all(map(_is_step, order)):
             raise PlanError(f"dg.{what}({wrt!r}): an argument, a list of arguments, or a tuple (a higher order) is needed")
         orders.append(order)
     if not orders:

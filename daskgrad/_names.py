@@ -16,6 +16,11 @@ def function_name(fn: Callable[..., Any]) -> str:
     return "lambda" if name == "<lambda>" else str(name)
 
 
+def among(name: Hashable, names: Iterable[Hashable]) -> bool:
+    """`name in names`, also where one of them is pd.NA, whose comparison is neither true nor false."""
+    return name in dict.fromkeys(names)
+
+
 def nearest(name: Hashable, possible: Iterable[Hashable]) -> str:
     """` Did you mean 'spot'?`, or nothing where none is near."""
     found = difflib.get_close_matches(str(name), [str(p) for p in possible], n=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import pandas as pd
 
 from . import _dtypes
 from ._binding import Input
-from ._derivative import Aux, Derivative, Dot, Problem, Project, Total, arguments_of, written
+from ._derivative import UNNAMED, Aux, Derivative, Dot, Problem, Project, Total, arguments_of, written
 from ._errors import PlanError
 from ._source import Source, differentiable, gradient_dtype_of
 
@@ -29,7 +30,7 @@ class Output:
 
 def outputs_of(
     source: Source,
-    asked: list[tuple[Hashable | None, Derivative]],
+    asked: list[tuple[Hashable, Derivative]],
     by_name: dict[Hashable, Input],
     bound: tuple[Input, ...],
     parameters: Mapping[Hashable, tuple[str, ...]],
@@ -37,17 +38,17 @@ def outputs_of(
     outputs: list[Output] = []
     for label, derivative in asked:
         if parameters and any(name in parameters for name in arguments_of(derivative)):
-            outputs.append(Output(written(derivative) if label is None else label, derivative, _number(source, derivative, bound)))
+            outputs.append(Output(written(derivative) if label is UNNAMED else label, derivative, _number(source, derivative, bound)))
             continue
         stacked = isinstance(derivative, tuple) and len(derivative) == 1 and _stacked(derivative[0], by_name)
-        if label is None and stacked:
+        if label is UNNAMED and stacked:
             for k, column in enumerate(by_name[derivative[0]].columns):  # type: ignore[index]
                 outputs.append(Output(column, derivative, gradient_dtype_of(source, column), k))
         else:
-            name = _label(derivative, by_name) if label is None else label
+            name = _label(derivative, by_name) if label is UNNAMED else label
             outputs.append(Output(name, derivative, _derivative_dtype(source, derivative, by_name, bound)))
     labels = [output.label for output in outputs]
-    twice = [label for label in labels if labels.count(label) > 1]
+    twice = [label for label, times in Counter(labels).items() if times > 1]
     if twice:
         raise PlanError(
             f"two results would carry the label {twice[0]!r}. Give each a name of its own: dg.derivatives(data, fn, {{'a': ..., 'b': ...}})"

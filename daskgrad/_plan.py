@@ -11,6 +11,7 @@ A plan is a plain immutable value that travels to the workers; torch is not need
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +22,7 @@ import pandas as pd
 from . import _columns
 from ._binding import Form, Input, Signature, bind, check_names, mapping, read_by, signature_of
 from ._checkpoints import State
-from ._derivative import Derivative, Norm, Problem, arguments_of
+from ._derivative import UNNAMED, Aux, Derivative, Norm, Problem, arguments_of
 from ._errors import PlanError
 from ._names import function_name
 from ._options import Options
@@ -118,7 +119,7 @@ class Plan:
         if self.single:
             return columns[0]
         frame = pd.concat(columns, axis=1) if columns else pd.DataFrame(index=index)
-        frame.columns = pd.Index([output.label for output in self.outputs], tupleize_cols=False)
+        frame.columns = _labels([output.label for output in self.outputs])
         return frame
 
     def run(self, part: pd.DataFrame | pd.Series, partition: int | None) -> pd.Series | pd.DataFrame:
@@ -134,10 +135,17 @@ class Plan:
         return frame_of(self, records)
 
 
+def _labels(labels: list[Hashable]) -> pd.Index:
+    """The labels as they are: among texts, pandas would make NaN of None and of pd.NA."""
+    index = pd.Index(labels, tupleize_cols=False)
+    kept = all(found is label or isinstance(label, float) or found == found for found, label in zip(index, labels, strict=True))
+    return index if kept else pd.Index(labels, tupleize_cols=False, dtype=object)
+
+
 def make(
     source: Source,
     fn: Callable[..., Any],
-    asked: list[tuple[Hashable | None, Derivative]],
+    asked: list[tuple[Hashable, Derivative]],
     *,
     inputs: Mapping[str, Any] | None,
     shared: Mapping[str, Any] | None,
@@ -147,7 +155,7 @@ def make(
 ) -> Plan:
     """The plan for `fn` on `source`.
 
-    `asked` says which derivatives are wanted, with the label of each or None for the label of the column; empty: the gradient by the
+    `asked` says which derivatives are wanted, with the label of each or `UNNAMED` for the label of the column; empty: the gradient by the
     first argument that a column feeds.
     """
     if not callable(fn):
@@ -158,14 +166,15 @@ def make(
     check_names(fn, signature, inputs, shared)
     per_layer = any(isinstance(derivative, Norm) and derivative.per_layer for _, derivative in asked)
     names = list(dict.fromkeys(name for _, derivative in asked for name in arguments_of(derivative)))
-    form, bound = bind(source, fn, signature, inputs, shared, names)
+    values_only = bool(asked) and all(derivative == () or isinstance(derivative, Aux) for _, derivative in asked)
+    form, bound = bind(source, fn, signature, inputs, shared, names, values_only)
     if source.kind == "bag":
         from ._records import empty_of
 
         source = replace(source, empty=empty_of(source.records or [], bound))
     if not bound:
         raise PlanError(f"no column feeds an argument of {function_name(fn)}, so there is nothing to differentiate by")
-    asked = by_layer(asked, shared) or [(None, (bound[0].name,))]
+    asked = by_layer(asked, shared) or [(UNNAMED, (bound[0].name,))]
     directions = column_directions(source, [derivative for _, derivative in asked])
     parameters = parameter_wishes(fn, [derivative for _, derivative in asked], shared)
     named = _named([derivative for _, derivative in asked], parameters, bound)
@@ -173,9 +182,11 @@ def make(
     for name in named:
         check_differentiable(source, fn, name, by_name, shared)
     refuse_complex_orders(source, [derivative for _, derivative in asked], by_name)
+    read = bound
     if form == "row":
         bound = tuple(by_name[name] for name in named)
-    outputs = outputs_of(source, asked, by_name, bound, parameters)
+        read = bound or _that_stand_once(source, by_name)
+    outputs = outputs_of(source, asked, by_name, read, parameters)
     if output == "vector":
         outputs = tuple(replace(o, dtype=np.dtype(object)) if isinstance(o.derivative, tuple) else o for o in outputs)
     if checkpoints is not None:
@@ -200,6 +211,12 @@ def make(
         columns=read_by(source, (*bound, *directions), form),
         version=__version__,
     )
+
+
+def _that_stand_once(source: Source, by_name: Mapping[Hashable, Input]) -> tuple[Input, ...]:
+    """The columns that a function of whole rows may read."""
+    times = Counter(source.labels)
+    return tuple(column for label, column in by_name.items() if times[label] == 1)
 
 
 def _named(

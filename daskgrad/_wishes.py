@@ -11,9 +11,9 @@ import pandas as pd
 from . import _dtypes
 from ._binding import Input
 from ._checkpoints import Checkpoints, State
-from ._derivative import Derivative, Dot, Norm, Project, arguments_of, directions_of, orders_of, spelled, written
+from ._derivative import UNNAMED, Derivative, Dot, Norm, Project, arguments_of, directions_of, orders_of, spelled, written
 from ._errors import PlanError
-from ._names import function_name, listing, nearest
+from ._names import among, function_name, listing, nearest
 from ._source import Source, dtype_of
 
 
@@ -57,7 +57,7 @@ def column_directions(source: Source, derivatives: Iterable[Derivative]) -> tupl
     for step in directions_of(derivatives):
         if step.column is None or step.tensors:
             continue
-        if source.labels is not None and step.column not in source.labels:
+        if source.labels is not None and not among(step.column, source.labels):
             raise PlanError(
                 f"dot({step.wrt!r}, {step.column!r}) needs the column {step.column!r} as its direction, which there is not. The columns: "
                 f"{listing(source.labels)}.{nearest(step.column, source.labels)} A direction that is the same for every row is given as "
@@ -124,9 +124,9 @@ def several_states(shared: dict[str, Any]) -> tuple[str, tuple[State, ...]] | No
     return None
 
 
-def by_layer(asked: list[tuple[Hashable | None, Derivative]], shared: dict[str, Any]) -> list[tuple[Hashable | None, Derivative]]:
+def by_layer(asked: list[tuple[Hashable, Derivative]], shared: dict[str, Any]) -> list[tuple[Hashable | None, Derivative]]:
     """`asked`, with a norm for each layer of a shared module where that is asked for."""
-    found: list[tuple[Hashable | None, Derivative]] = []
+    found: list[tuple[Hashable, Derivative]] = []
     for label, derivative in asked:
         if not (isinstance(derivative, Norm) and derivative.per_layer):
             found.append((label, derivative))
@@ -140,7 +140,7 @@ def by_layer(asked: list[tuple[Hashable | None, Derivative]], shared: dict[str, 
         if not layers:
             raise PlanError(f"{derivative} per layer is of shared modules, and there is none of that name. Shared: {listing(shared)}.")
         for layer, own in layers.items():
-            name = f"norm({layer})" if label is None else f"{label}.{layer}"
+            name = f"norm({layer})" if label is UNNAMED else f"{label}.{layer}"
             found.append((name, Norm(tuple((path,) for path in dict.fromkeys(own)))))
     return found
 

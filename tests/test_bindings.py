@@ -147,3 +147,78 @@ def test_no_remedy_is_named_for_a_module_that_is_the_function_itself() -> None:
     with pytest.raises(dg.RowError) as caught:
         dg.grad_column(pd.Series([1.0], name="x"), torch.nn.Linear(1, 1))
     assert "shared=" not in str(caught.value)
+
+
+# --- labels that are no text ------------------------------------------------------------------------------------------
+
+LABELS: list[Any] = [None, pd.NA, pd.NaT, True, False, 0, 1.5, b"x", ("x", 1), "", pd.Timestamp("2024-01-01")]
+
+
+def two_columns(label: Any) -> pd.DataFrame:
+    return pd.DataFrame([[1.0, 5.0], [2.0, 6.0]], columns=pd.Index([label, "y"], dtype=object, tupleize_cols=False))
+
+
+def same_labels(found: Any, expected: list[Any]) -> bool:
+    return len(found) == len(expected) and all(a is b or (type(a) is type(b) and a == b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("label", LABELS, ids=repr)
+def test_any_label_names_a_column(label: Any) -> None:
+    """By inputs, alone and stacked, and in a function of whole rows; what comes back has the very label."""
+    frame = two_columns(label)
+    one = dg.grad_column(frame, scaled, inputs={"x": label})
+    assert same_labels([one.name], [label])
+    assert one.tolist() == [2.0, 4.0]
+    stacked = dg.grad_column(frame, lambda x: (x * x).sum(), inputs={"x": [label, "y"]})
+    rows = dg.grad_column(frame, lambda row: row[label] * row["y"], [label, "y"])
+    assert same_labels(list(stacked.columns), [label, "y"])
+    assert same_labels(list(rows.columns), [label, "y"])
+    assert stacked.to_numpy().tolist() == [[2.0, 10.0], [4.0, 12.0]]
+    assert rows.to_numpy().tolist() == [[5.0, 1.0], [6.0, 2.0]]
+    made = dg.derivatives(frame, lambda y: y * y, {label: "y", "value": ()})
+    assert same_labels(list(made.columns), [label, "value"])
+    assert made.to_numpy().tolist() == [[10.0, 25.0], [12.0, 36.0]]
+
+
+@pytest.mark.parametrize("label", LABELS, ids=repr)
+def test_any_label_names_a_row(label: Any) -> None:
+    """As a label of the index it is kept, and told where the row fails."""
+    frame = pd.DataFrame({"x": [1.0, 2.0]}, index=pd.Index([label, "b"], dtype=object, tupleize_cols=False))
+    column = dg.grad_column(frame, scaled)
+    assert same_labels(list(column.index), [label, "b"])
+    with pytest.raises(dg.RowError) as raised:
+        dg.grad_column(frame, lambda x: x if x > 1 else 1 / 0)
+    assert same_labels([raised.value.label], [label])
+
+
+@pytest.mark.parametrize("label", [0, True, 1.5, None])
+def test_any_label_is_a_derivative_of_whole_rows(label: Any) -> None:
+    """Orders and reductions name columns by labels that are no text, too."""
+    frame = two_columns(label)
+    wanted = {"first": label, "second": (label, label), "norm": dg.norm([label, "y"]), "along": dg.dot(label, 3.0)}
+    got = dg.derivatives(frame, lambda row: row[label] ** 2 * row["y"], wanted)
+    np.testing.assert_allclose(got["first"], [10, 24])
+    np.testing.assert_allclose(got["second"], [10, 12])
+    np.testing.assert_allclose(got["norm"], [np.hypot(10, 1), np.hypot(24, 4)])
+    np.testing.assert_allclose(got["along"], [30, 72])
+
+
+def test_labels_that_are_true_or_false_work_in_dask() -> None:
+    lazy = dd.from_pandas(two_columns(True), npartitions=2)
+    assert dg.grad_column(lazy, scaled, inputs={"x": True}).compute(scheduler="synchronous").tolist() == [2.0, 4.0]
+
+
+@pytest.mark.parametrize("engine", ["auto", "vmap", "loop"])
+def test_the_value_alone_of_whole_rows(engine: str) -> None:
+    """Nothing is differentiated, so `wrt` need not say by what; the dtype is what the numeric columns have in common."""
+    frame = pd.DataFrame({"x": np.float32([1.0, 2.0]), "y": np.float32([3.0, 4.0]), "t": ["a", "b"]})
+    for data in (frame, dd.from_pandas(frame, npartitions=2)):
+        got = dg.derivatives(
+            data, lambda row: (row["x"] ** 2 * row["y"], {"half": row["y"] / 2}), {"v": (), "h": dg.aux("half")}, engine=engine
+        )
+        got = got if isinstance(got, pd.DataFrame) else got.compute(scheduler="synchronous")
+        assert got["v"].tolist() == [3.0, 16.0]
+        assert got["h"].tolist() == [1.5, 2.0]
+        assert got["v"].dtype == np.float32
+    twice = pd.DataFrame([[1.0, 2.0, 3.0]], columns=["a", "a", "b"])
+    assert dg.derivatives(twice, lambda row: row["b"] * 2, {"v": ()}, engine=engine)["v"].tolist() == [6.0]
