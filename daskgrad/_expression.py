@@ -8,10 +8,13 @@ Dask's own before anything is sent.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Hashable
 from typing import Any
 
-from dask.dataframe.dask_expr import _collection, _expr
+import pandas as pd
+from dask.dataframe.dask_expr import _collection, _expr, _indexing
+from dask.dataframe.dask_expr.io import io as _io
 
 from ._dask import Parcel, mapped
 
@@ -20,12 +23,16 @@ Expr = Any  # Dask's classes are not typed
 
 # Looked up here, where an ImportError can still send the caller another way.
 try:
+    And: Any = _expr.And
     Assign: Any = _expr.Assign
     Elemwise: Any = _expr.Elemwise
     Filter: Any = _expr.Filter
+    Index: Any = _expr.Index
+    Loc: Any = _indexing.Loc
     Projection: Any = _expr.Projection
-    are_co_aligned: Any = _expr.are_co_aligned
+    IO: Any = _io.IO
     determine_column_projection: Any = _expr.determine_column_projection
+    _tokenize_partial: Any = vars(_expr)["_tokenize_partial"]
     is_filter_pushdown_available: Any = _expr.is_filter_pushdown_available
     new_collection: Any = vars(_collection)["new_collection"]
 except (AttributeError, KeyError) as error:
@@ -55,27 +62,19 @@ class Derivatives(Elemwise):  # type: ignore[misc]
         return mapped(new_collection(self.frame), self.parcel, self.labels).expr
 
     def _simplify_up(self, parent: Expr, dependents: Any) -> Expr:
-        if type(parent) is Assign and any(_source(value) is not None for value in parent.vals):
-            return AssignDerivatives(*parent.operands)
-        if isinstance(parent, Filter):
-            return self._filtered(parent, dependents)
         if isinstance(parent, Projection) and self.ndim == 2:
             return self._projected(parent, dependents)
-        return None
+        return _raised(self, parent, dependents)
 
     def _filter_passthrough_available(self, parent: Expr, dependents: Any) -> bool:
-        return self._filtered(parent, dependents) is not None
+        return _filtered(self, parent, dependents) is not None
 
-    def _filtered(self, parent: Expr, dependents: Any) -> Expr:
-        """`parent`, a filter of this by a predicate that does not look at this, with the filter below."""
-        if not isinstance(parent, Filter) or parent.frame._name != self._name:
-            return None
-        predicate = parent.predicate
-        if _looks_at(predicate, {self._name}) or not are_co_aligned(self.frame, predicate):
-            return None
-        if not is_filter_pushdown_available(self, parent, dependents):
-            return None
-        return _under_filter(self, predicate)
+    @property
+    def _roots(self) -> list[Expr]:
+        return [self.frame]
+
+    def _under(self, predicate: Expr) -> Expr:
+        return type(self)(_filter(self.frame, predicate), *self.operands[1:])
 
     def _projected(self, parent: Expr, dependents: Any) -> Expr:
         """`parent`, a choice of columns, over a plan that makes only the columns that anything asks for."""
@@ -83,7 +82,7 @@ class Derivatives(Elemwise):  # type: ignore[misc]
         wanted = wanted if isinstance(wanted, list) else [wanted]
         labels = tuple(label for label in self.columns if label in wanted)
         if len(labels) == len(self.columns) or not labels:
-            return None
+            return _chosen(parent)
         return type(parent)(self._only(labels), *parent.operands[1:])
 
     def _only(self, labels: Labels) -> Expr:
@@ -101,50 +100,155 @@ class AssignDerivatives(Assign):  # type: ignore[misc]
         return Assign(*self.operands)
 
     def _simplify_up(self, parent: Expr, dependents: Any) -> Expr:
-        if isinstance(parent, Filter):
-            return self._filtered(parent, dependents)
-        if isinstance(parent, Projection) and not set(parent.columns) & set(self.keys):
-            # Dask's own Assign computes the new columns when exactly they are dropped.
-            return type(parent)(self.frame, *parent.operands[1:])
-        return super()._simplify_up(parent, dependents)
+        if isinstance(parent, Projection):
+            if not set(parent.columns) & set(self.keys):
+                # Dask's own Assign computes the new columns when exactly they are dropped.
+                return type(parent)(self.frame, *parent.operands[1:])
+            narrower = super()._simplify_up(parent, dependents)
+            return _chosen(parent) if narrower is None else narrower
+        return _raised(self, parent, dependents)
 
     def _filter_passthrough_available(self, parent: Expr, dependents: Any) -> bool:
-        return self._filtered(parent, dependents) is not None
+        return _filtered(self, parent, dependents) is not None
 
-    def _filtered(self, parent: Expr, dependents: Any) -> Expr:
-        if not isinstance(parent, Filter) or parent.frame._name != self._name:
-            return None
-        sources = [source for source in map(_source, self.vals) if source is not None]
-        if len(sources) < len(self.vals):
-            return None
-        predicate = _below(parent.predicate, self)
-        if predicate is None or _looks_at(predicate, {source._name for source in sources} | {self._name}):
-            return None
-        if not are_co_aligned(self.frame, predicate, *[source.frame for source in sources]):
-            return None
-        if not is_filter_pushdown_available(self, parent, dependents):
-            return None
+    @property
+    def _roots(self) -> list[Expr]:
+        return [self.frame, *(root for value in self.vals for root in _roots(value))]
+
+    def _under(self, predicate: Expr) -> Expr:
         # One predicate, unfiltered, for every branch: a mean inside it keeps its value.
         pairs = zip(self.keys, self.vals, strict=True)
-        values = [operand for key, value in pairs for operand in (key, _under_filter(value, predicate))]
-        return type(self)(Filter(self.frame, predicate), *values)
+        values = [operand for key, value in pairs for operand in (key, _under(value, predicate))]
+        return type(self)(_filter(self.frame, predicate), *values)
 
 
-def _source(value: Any) -> Derivatives | None:
-    """The derivatives that an assigned value is, or is a column of."""
-    if isinstance(value, Derivatives):
-        return value
-    if isinstance(value, Projection) and isinstance(value.frame, Derivatives):
-        return value.frame
-    return None
+class Chosen(Projection):  # type: ignore[misc]
+    """Columns of derivatives, or of a frame that they were assigned to."""
+
+    def _lower(self) -> Expr:
+        return Projection(*self.operands)
+
+    def _simplify_up(self, parent: Expr, dependents: Any) -> Expr:
+        raised = _raised(self, parent, dependents)
+        return super()._simplify_up(parent, dependents) if raised is None else raised
+
+    def _filter_passthrough_available(self, parent: Expr, dependents: Any) -> bool:
+        return _filtered(self, parent, dependents) is not None
+
+    @property
+    def _roots(self) -> list[Expr]:
+        return _roots(self.frame)
+
+    def _under(self, predicate: Expr) -> Expr:
+        return type(self)(_under(self.frame, predicate), *self.operands[1:])
 
 
-def _under_filter(value: Expr, predicate: Expr) -> Expr:
-    """`value`, which is derivatives or a column of them, of the rows where `predicate` holds."""
-    source = _source(value)
-    assert source is not None
-    below = type(source)(Filter(source.frame, predicate), *source.operands[1:])
-    return below if value is source else type(value)(below, *value.operands[1:])
+OURS = (Derivatives, AssignDerivatives, Chosen)
+
+
+def _raised(node: Expr, parent: Expr, dependents: Any) -> Expr:
+    """`parent` over `node`, one of ours, in a form that costs less; None where there is none."""
+    if type(parent) is Assign and any(_is_derivative(value) for value in parent.vals):
+        return AssignDerivatives(*parent.operands)
+    if type(parent) is Index:
+        return Index(node.frame)
+    if type(parent) is Loc and parent.frame._name == node._name and _is_mask(parent.iindexer):
+        rows = Filter(node, parent.iindexer)
+        return rows if parent.cindexer is None else Projection(rows, parent.cindexer)
+    return _filtered(node, parent, dependents)
+
+
+def _filtered(node: Expr, parent: Expr, dependents: Any) -> Expr:
+    """`parent`, a filter of `node` by a predicate that does not look at the derivatives in it, with the filter below them."""
+    if not isinstance(parent, Filter) or parent.frame._name != node._name:
+        return None
+    top = node.frame if isinstance(node, Chosen) else node
+    if not isinstance(top, OURS):
+        return None
+    predicate = _below(parent.predicate, top) if isinstance(top, AssignDerivatives) else parent.predicate
+    if predicate is None or _looks_at(predicate, {expr._name for expr in node.walk() if isinstance(expr, OURS)}):
+        return None
+    if len({_rows(expr) for expr in (predicate, *node._roots)}) > 1 or not is_filter_pushdown_available(node, parent, dependents):
+        return None
+    made = node._under(predicate)
+    for expr in made.walk():  # so that a first one to ask for a column of new derivatives does not think itself the only one
+        for operand in expr.dependencies():
+            if isinstance(operand, Derivatives):
+                dependents[operand._name].append(weakref.ref(expr))
+    return made
+
+
+def _rows(expr: Expr) -> Hashable:
+    """Which rows `expr` has: equal for expressions that have the same ones, whatever their columns."""
+    if isinstance(expr, Filter):
+        return "filter", _rows(expr.frame), expr.predicate._name
+    if isinstance(expr, IO):
+        return "read", _tokenize_partial(expr, ["columns", "_series", "_dataset_info_cache"])
+    if isinstance(expr, Elemwise):
+        found = {_rows(operand) for operand in _columns_in(expr)}
+        if len(found) == 1:
+            return found.pop()
+    return "other", expr._name
+
+
+def _columns_in(expr: Expr) -> list[Expr]:
+    """The operands that have rows."""
+    return [operand for operand in expr.dependencies() if operand.ndim]
+
+
+def _filter(frame: Expr, predicate: Expr) -> Expr:
+    """The rows of `frame` where `predicate` holds, which has the same rows, without a filter below the filter.
+
+    Dask makes one of two filters, and leaves the upper predicate as it is where that stands on other columns.
+    """
+    filters = _filters(frame)
+    if not filters:
+        return Filter(frame, predicate)
+    return _filter(_unfiltered(frame), And(filters[0].predicate, _unfiltered(predicate)))
+
+
+def _filters(expr: Expr) -> list[Expr]:
+    """The filters that `expr` has its rows from."""
+    if isinstance(expr, Filter):
+        return [expr]
+    return [found for operand in _columns_in(expr) for found in _filters(operand)] if isinstance(expr, Elemwise) else []
+
+
+def _unfiltered(expr: Expr) -> Expr:
+    """`expr` on the frames of its filters."""
+    if isinstance(expr, Filter):
+        return expr.frame
+    if not isinstance(expr, Elemwise):
+        return expr
+    return type(expr)(*[_unfiltered(operand) if isinstance(operand, _expr.Expr) and operand.ndim else operand for operand in expr.operands])
+
+
+def _chosen(parent: Expr) -> Expr:
+    """`parent`, a choice of columns, as one of ours; None where it is already."""
+    return Chosen(*parent.operands) if type(parent) is Projection else None
+
+
+def _is_derivative(value: Any) -> bool:
+    """Whether an assigned value is derivatives, or a column of them."""
+    return isinstance(value, Derivatives) or (isinstance(value, Projection) and isinstance(value.frame, Derivatives))
+
+
+def _is_mask(rows: Any) -> bool:
+    return isinstance(rows, _expr.Expr) and rows.ndim == 1 and pd.api.types.is_bool_dtype(rows._meta.dtype)
+
+
+def _roots(value: Any) -> list[Expr]:
+    """What is filtered in the place of `value`."""
+    if isinstance(value, OURS):
+        return list(value._roots)
+    return [value] if isinstance(value, _expr.Expr) and value.ndim else []
+
+
+def _under(value: Any, predicate: Expr) -> Any:
+    """`value` of the rows where `predicate` holds. What is no column is the same for every row."""
+    if isinstance(value, OURS):
+        return value._under(predicate)
+    return _filter(value, predicate) if isinstance(value, _expr.Expr) and value.ndim else value
 
 
 def _looks_at(predicate: Expr, names: set[str]) -> bool:
