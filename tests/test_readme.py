@@ -1,4 +1,4 @@
-"""Every Python block of README.md runs, section by section, and prints what the README says it prints.
+"""Every Python block of README.md and of the pages in ci/docs runs, section by section, and prints what the text says it prints.
 
 A section (a heading of level 1 or 2) is like a notebook: one namespace, its blocks in order. A ```text block that comes
 next after a ```python block shows its output: what it prints, then the value of its last line if that is an expression
@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 README = Path(__file__).parents[1] / "README.md"
+TEXTS = [README, *sorted((README.parent / "ci" / "docs").glob("*.md"))]
 HEADING = re.compile(r"#{1,2}\s+(.*)")
 FENCE = re.compile(r"(`{3,}|~{3,})\s*(\w*)")
 
@@ -103,20 +104,20 @@ def same(shown: str, printed: str) -> bool:
     return doctest.OutputChecker().check_output(want, got, doctest.ELLIPSIS)
 
 
-def of_readme() -> list[Section]:
-    return sections(README.read_text()) if README.exists() else []
+def all_sections() -> list[Any]:
+    return [pytest.param(path, section, id=f"{path.stem}-{section.title}") for path in TEXTS for section in sections(path.read_text())]
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("section", of_readme(), ids=lambda section: section.title)
-def test_readme_runs(section: Section, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("path", "section"), all_sections())
+def test_the_text_runs(path: Path, section: Section, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    wrong = run(section, str(README))
+    wrong = run(section, str(path))
     assert not wrong, "\n".join(wrong)
 
 
 def test_readme_has_code() -> None:
-    assert of_readme(), "README.md has no Python block, or is missing"
+    assert sections(README.read_text()), "README.md has no Python block"
 
 
 # --- the runner itself
