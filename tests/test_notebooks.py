@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +34,27 @@ def test_there_are_notebooks() -> None:
     assert [path.name[0] for path in NOTEBOOKS] == ["1", "2", "3", "4"]
 
 
-@pytest.mark.slow
-@EACH
-def test_a_clean_kernel_executes_it_and_shows_the_same_kinds_of_things(path: Path, tmp_path: Path) -> None:
-    """In a process of its own: the kernel's client keeps event loops and sockets that are none of the other tests' business."""
-    out = tmp_path / "executed.ipynb"
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    code = RUN.format(ci=str(ROOT / "ci"), path=str(path), folder=str(folder), out=str(out))
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Path, Future[Path]]]:
+    """Each notebook executed, two at a time, in processes of their own: a kernel's client keeps event loops and sockets."""
+    with ThreadPoolExecutor(2) as pool:
+        yield {path: pool.submit(executed, path, tmp_path_factory.mktemp(path.stem[:1])) for path in NOTEBOOKS}
+
+
+def executed(path: Path, folder: Path) -> Path:
+    out = folder / "executed.ipynb"
+    inside = folder / "folder"
+    inside.mkdir()
+    code = RUN.format(ci=str(ROOT / "ci"), path=str(path), folder=str(inside), out=str(out))
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-4000:]
-    now = nbformat.read(out, as_version=4)
+    return out
+
+
+@pytest.mark.slow
+@EACH
+def test_a_clean_kernel_executes_it_and_shows_the_same_kinds_of_things(path: Path, runs: dict[Path, Future[Path]]) -> None:
+    now = nbformat.read(runs[path].result(), as_version=4)
     clean(now)
     stored = nbformat.read(path, as_version=4)
     for cell, again in zip(code_cells(stored), code_cells(now), strict=True):
