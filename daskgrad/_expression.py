@@ -7,6 +7,7 @@ Dask's own before anything is sent.
 
 from __future__ import annotations
 
+import ast
 import functools
 import weakref
 from collections.abc import Hashable
@@ -26,10 +27,12 @@ try:
     And: Any = _expr.And
     Assign: Any = _expr.Assign
     Elemwise: Any = _expr.Elemwise
+    Eval: Any = _expr.Eval
     Filter: Any = _expr.Filter
     Index: Any = _expr.Index
     Loc: Any = _indexing.Loc
     Projection: Any = _expr.Projection
+    Query: Any = _expr.Query
     IO: Any = _io.IO
     determine_column_projection: Any = _expr.determine_column_projection
     _tokenize_partial: Any = vars(_expr)["_tokenize_partial"]
@@ -155,6 +158,8 @@ def _raised(node: Expr, parent: Expr, dependents: Any) -> Expr:
     if type(parent) is Loc and parent.frame._name == node._name and _is_mask(parent.iindexer):
         rows = Filter(node, parent.iindexer)
         return rows if parent.cindexer is None else Projection(rows, parent.cindexer)
+    if type(parent) is Query and isinstance(node, AssignDerivatives):
+        return _queried(node, parent)
     return _filtered(node, parent, dependents)
 
 
@@ -231,6 +236,18 @@ def _chosen(parent: Expr) -> Expr:
 def _is_derivative(value: Any) -> bool:
     """Whether an assigned value is derivatives, or a column of them."""
     return isinstance(value, Derivatives) or (isinstance(value, Projection) and isinstance(value.frame, Derivatives))
+
+
+def _queried(node: Expr, query: Expr) -> Expr:
+    """`query` of `node` as a filter by what it says of the other columns; None where it is more than Python over those."""
+    try:
+        names = {part.id for part in ast.walk(ast.parse(query._expr, mode="eval")) if isinstance(part, ast.Name)}
+    except SyntaxError:
+        return None
+    if not names <= set(node.frame.columns) - set(node.keys):
+        return None
+    rows = Eval(node.frame, *query.operands[1:])
+    return Filter(node, rows) if _is_mask(rows) else None
 
 
 def _is_mask(rows: Any) -> bool:

@@ -158,6 +158,8 @@ def test_head_len_projection_and_filters_cost_what_they_show() -> None:
     assert rows_run(lambda: a[a.z > 7].compute()) == kept
     assert rows_run(lambda: g[ddf.z > 7].compute()) == kept
     assert rows_run(lambda: a.loc[a.z > 7, ["x", "g"]].compute()) == kept
+    assert rows_run(lambda: a.query("z > 7").compute()) == kept
+    assert rows_run(lambda: a.query("z > 7 and g > 0").compute()) == 1000
     assert rows_run(lambda: a[a.z > 7].g.sum().compute()) == kept
     twice = a[a.z > 7]
     assert rows_run(lambda: twice[twice.y > 0].compute()) == int(((df.z > 7) & (df.y > 0)).sum())
@@ -219,6 +221,18 @@ def test_other_private_classes_in_dask_mean_slower_not_broken(monkeypatch: pytes
     same(result, 2 * table().x)
 
 
+@pytest.mark.parametrize("name", ["Filter", "Query", "_tokenize_partial", "is_filter_pushdown_available"])
+def test_one_private_part_that_is_no_more_is_enough_to_be_slower(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dask.dataframe.dask_expr import _expr
+
+    monkeypatch.delitem(sys.modules, "daskgrad._expression", raising=False)
+    monkeypatch.delattr(_expr, name)
+    with pytest.warns(EngineWarning, match=name):
+        result = column(dd.from_pandas(table(), npartitions=3))
+    monkeypatch.undo()
+    same(result, 2 * table().x)
+
+
 def test_dask_has_the_private_classes_we_use() -> None:
     from daskgrad._expression import Derivatives
 
@@ -237,6 +251,7 @@ STEPS: list[Any] = [
     lambda d, r: d.assign(**{f"w{r.random()}": d.y * 2}),  # a column assigned twice, Dask itself puts last
     lambda d, r: d.assign(y=d.y + 1),
     lambda d, r: d.loc[d.z < 8],
+    lambda d, r: d.query("z > 2 and y < 1.5"),
     lambda d, r: d[d.x < 1.5].assign(v=d.x),
 ]
 GRADIENTS: list[Any] = [
