@@ -148,16 +148,22 @@ def _by(output: Tensor, leaves: Sequence[Tensor], lead: int, *, create_graph: bo
     if output.dim() == lead:
         return list(_grad(output.sum(), leaves, create_graph=create_graph, retain_graph=not last))
     flat = output.reshape(*output.shape[:lead], -1)  # (*rows, out)
-    if not create_graph and by_columns(flat.shape[-1], sum(leaf.shape[lead:].numel() for leaf in leaves)):
+    unseen = _unseen()
+    if not create_graph and not unseen and by_columns(flat.shape[-1], sum(leaf.shape[lead:].numel() for leaf in leaves)):
         columns = _by_columns(flat, leaves, lead)
         if columns is not None:
             return [None if c is None else c.reshape(*output.shape, *leaf.shape[lead:]) for c, leaf in zip(columns, leaves, strict=True)]
-    if not create_graph and lead:  # the loop stays plain
+    if not create_graph and lead and not unseen:  # the loop stays plain
         rows = _by_rows_at_once(flat, leaves, lead)
         if rows is not None:
             return [None if r is None else r.reshape(*output.shape, *leaf.shape[lead:]) for r, leaf in zip(rows, leaves, strict=True)]
     parts = [_grad(flat[..., k].sum(), leaves, create_graph=create_graph, retain_graph=True) for k in range(flat.shape[-1])]
     return [_stacked([part[k] for part in parts], output.shape, leaf, lead) for k, leaf in enumerate(leaves)]
+
+
+def _unseen() -> bool:
+    """Whether this run is traced for values that are not known yet: then no product can be checked."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def _grad(output: Tensor, leaves: Sequence[Tensor], *, create_graph: bool, retain_graph: bool) -> Sequence[Tensor | None]:

@@ -51,7 +51,7 @@ class Blob:
 
     def announce(self) -> None:
         """Give the plan to the workers of the current client, where there is one that can wait for it."""
-        client = _current_client()
+        client = current_client()
         if client is not None and client not in self._leases:
             lease = _lease(client, self)
             self._leases[client] = lease
@@ -105,7 +105,7 @@ def _read(path: bytes) -> bytes | None:
 # -------------------------------------------------------------------------------- who sends, and to whom
 
 
-def _current_client() -> Any:
+def current_client() -> Any:
     """The client that a computation would use now, if this thread may wait for it."""
     distributed = sys.modules.get("distributed")
     if distributed is None:

@@ -67,6 +67,7 @@ class Cells:
     _arrays: Sequence[ArrayKind]  # the kinds 0 ... len(_arrays) - 1
     _statics: Sequence[Any]  # the values of the kinds after them
     _gather: Callable[[Rows, ArrayKind], Array] | None  # None: there are no array kinds
+    _view: Callable[[slice, ArrayKind], Array] | None = None  # the same of consecutive rows without a copy where memory allows
 
     def __len__(self) -> int:
         return len(self.series)
@@ -84,11 +85,12 @@ class Cells:
             return self._arrays[code]
         return StaticKind(python_value(self._statics[code - len(self._arrays)]))
 
-    def take(self, rows: Rows) -> Array:
+    def take(self, rows: Rows, *, copy: bool = True) -> Array:
         """The cells of `rows`, all of one array kind and none missing, as one array.
 
         Returns:
-            (len(rows), *shape) of the kind's dtype, native, C-contiguous, and the caller's to write into.
+            (len(rows), *shape) of the kind's dtype, native, C-contiguous, and the caller's to write into; unless `copy` is False: then
+            it may be the column's own memory, which is for reading only.
 
         Raises:
             ValueError: the rows are of several kinds.
@@ -97,6 +99,8 @@ class Cells:
         kind = self.kind(self._code(rows))
         if isinstance(kind, StaticKind) or self._gather is None:
             raise TypeError(f"column {self.series.name!r}: a static value is no array")
+        if not copy and self._view is not None and isinstance(rows, slice):
+            return self._view(rows, kind)
         return self._gather(rows, kind)
 
     def cell(self, row: int) -> object:
@@ -185,7 +189,10 @@ def _read_numbers(series: pd.Series) -> Cells:
     def gather(rows: Rows, kind: ArrayKind) -> Array:
         return np.array(values[rows], dtype=kind.dtype, order="C", copy=True)
 
-    return Cells(series, missing, None, (kind,), (), gather)
+    def view(rows: slice, kind: ArrayKind) -> Array:
+        return np.ascontiguousarray(values[rows], dtype=kind.dtype)
+
+    return Cells(series, missing, None, (kind,), (), gather, view)
 
 
 def _numbers(series: pd.Series) -> tuple[Array, NDArray[np.bool_] | None]:

@@ -43,6 +43,8 @@ def grad_column(
         **options: how to compute, the same for every verb:
 
             - `engine="auto"`: batches under vmap, and row by row what cannot be batched; "vmap" or "loop" alone.
+              "compiled": the derivative as native code, which takes a C++ compiler half a minute once and is kept in the user's cache
+              folder, or the one that DASKGRAD_CACHE names; like "auto", with a warning, where there can be none.
             - `batch_size=None`: rows computed at once; None chooses so that memory stays bounded.
             - `dtype=None`: the floating dtype of the computation, results back in the column's; None: that of a shared module,
               else that of what is read.

@@ -120,9 +120,12 @@ class _Numbers:
     def put(self, rows: Rows, values: Array) -> None:
         if values.ndim != 1:
             raise ValueError(f"cells of shape {values.shape[1:]} do not go into a column of numbers")
-        _check_real(values, self._values.dtype)
-        with np.errstate(over="ignore", invalid="ignore"):  # float16 and float32 overflow to inf, as in torch
+        if values.dtype == self._values.dtype:
             self._values[rows] = values
+        else:
+            _check_real(values, self._values.dtype)
+            with np.errstate(over="ignore", invalid="ignore"):  # float16 and float32 overflow to inf, as in torch
+                self._values[rows] = values
         self._missing[rows] = False
 
     def finish(self) -> Any:

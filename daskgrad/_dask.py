@@ -15,14 +15,15 @@ import pickle
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pandas as pd
 
-from . import _crash, _ship
-from ._blob import LARGE, Blob, plan_key
+from . import _crash, _ship, _threads
+from ._blob import LARGE, Blob, current_client, plan_key
 from ._errors import DaskgradError, EngineWarning, PlanError, fit_to_travel
 from ._names import listing
 from ._warn import one_call
@@ -57,6 +58,7 @@ class Parcel:
     def __init__(self, data: bytes, plan: Plan) -> None:
         self.data, self.title, self._plan = data, plan.title, plan
         self._chosen: dict[tuple[Hashable, ...], Plan] = {}
+        self._compiled: dict[tuple[Hashable, ...] | None, Parcel] = {}
 
     def __dask_tokenize__(self) -> tuple[str, str]:
         return "daskgrad.Parcel", self.digest
@@ -79,6 +81,24 @@ class Parcel:
         if labels not in self._chosen:
             self._chosen[labels] = self._plan.only(labels)
         return self._chosen[labels]
+
+    def compiled(self, empty: pd.DataFrame | pd.Series, labels: tuple[Hashable, ...] | None) -> Parcel:
+        """The same with its kernel for data like `empty`, where the workers of a client are to have one: they need no compiler then.
+
+        The plan is asked for when the graph is made, so that is when the row function is traced: not at the call, which is lazy.
+        """
+        if self._plan.options.engine != "compiled" or current_client() is None:
+            return self
+        if labels not in self._compiled:
+            from ._compiled import beforehand
+
+            plan = _ship.unpack(self.data)
+            plan = plan if labels is None else plan.only(labels)
+            made = beforehand(plan, empty)
+            self._compiled[labels] = (
+                self if made is plan else Parcel(_ship.pack(replace(_ship.unpack(self.data), kernels=made.kernels)), self._plan)
+            )
+        return self._compiled[labels]
 
     def node(self) -> Any:
         """The one copy of the plan in a graph, as a Delayed. Workers of the current client have a large one already."""
@@ -113,7 +133,7 @@ def frame(data: Any, plan: Plan, *, as_expression: bool = True) -> Any:
         PlanError, GraphError: the plan cannot be sent to a worker.
     """
     parcel = Parcel(_ship.pack(plan), plan)
-    _settle_threads()
+    _threads.settle()
     if plan.columns is not None and data.ndim == 2 and list(data.columns) != list(plan.columns):
         data = data[list(plan.columns)]
     if as_expression and plan.rowwise:
@@ -140,7 +160,7 @@ def bag(data: Any, plan: Plan) -> Any:
     from dask.highlevelgraph import HighLevelGraph
 
     parcel = Parcel(_ship.pack(plan), plan)
-    _settle_threads()
+    _threads.settle()
     name = f"{parcel.title}-{tokenize(data.name, parcel.digest)}"
     graph = dict(data.__dask_optimize__(data.dask, data.__dask_keys__()))
     node = parcel.node()
@@ -272,7 +292,7 @@ def run_part(part: Any, parcel: bytes | Blob, choice: bytes | None, partition_in
         plan = _ship.unpack(parcel)
         if choice is not None:
             plan = plan.only(pickle.loads(choice))
-        with _one_thread(), one_call(_ship.identity(parcel)), _survived(plan.title, number):
+        with _threads.one(), one_call(_ship.identity(parcel)), _survived(plan.title, number):
             return plan.run(_as_pandas(plan, part), number)
     except DaskgradError as error:
         problem = error
@@ -302,52 +322,3 @@ def _as_pandas(plan: Plan, part: Any) -> pd.DataFrame | pd.Series:
 def _away() -> bool:
     """Whether an error raised here has to be pickled to reach the caller."""
     return multiprocessing.parent_process() is not None or _ship.worker() is not None
-
-
-class _Threads:
-    """How many tasks have torch at one thread now, and the caller's number of threads.
-
-    torch's number is one for each thread, but the last one set is also what threads started later begin with. So the
-    first task in notes it and each one that leaves puts it back.
-    """
-
-    lock = threading.Lock()
-    inside = 0
-    outside = 1
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """torch's operations on one thread where tasks run beside each other; in the caller's main thread as he has it."""
-    if threading.current_thread() is threading.main_thread() and multiprocessing.parent_process() is None:
-        yield
-        return
-    import torch
-
-    with _Threads.lock:
-        torch.get_num_threads()  # a thread takes over the common number when it first asks: let that not be later
-        if _Threads.inside == 0:
-            _Threads.outside = _of_a_new_thread(torch.get_num_threads)
-        _Threads.inside += 1
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        with _Threads.lock:
-            _Threads.inside -= 1
-            torch.set_num_threads(_Threads.outside)
-
-
-def _of_a_new_thread(ask: Callable[[], int]) -> int:
-    """The answer in a thread that has set nothing: one of a pool still has what an earlier task left it."""
-    found: list[int] = []
-    thread = threading.Thread(target=lambda: found.append(ask()))
-    thread.start()
-    thread.join()
-    return found[0]
-
-
-def _settle_threads() -> None:
-    """Fix torch's number of threads for the calling thread, before tasks change what it would begin with."""
-    if "torch" in sys.modules:
-        sys.modules["torch"].get_num_threads()

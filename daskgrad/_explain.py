@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import html
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 
 from . import _dask
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 ROWS = 256
 """Rows of pandas data that are run to see; of Dask data it is a sixteenth."""
+REPEATED = 65_536
+"""Rows that are run to measure how fast a compiled kernel is."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ def explain(
 
     Returns:
         An `Explanation`: `print` it, or leave it at the end of a notebook's cell. Of Dask data, a few rows of three partitions are
-        computed; the explanation says which.
+        computed; the explanation says which. With `engine="compiled"` the kernel is made, and kept for the call itself.
 
     Raises:
         PlanError: the call itself makes no sense.
@@ -176,6 +180,8 @@ def _seen(plan: Plan, part: pd.DataFrame | pd.Series, looked: str) -> list[tuple
     forced = plan.options.dtype or module_dtype([*plan.shared.values(), plan.fn])
     lines = [("looked at", looked), ("dtype inside", _dtype(reports, forced is not None))]
     lines += _engine(plan, reports, result.reason)
+    if any(report.compiled for report in reports):
+        lines += _compiling(trial, part, max(report.seconds for report in reports))
     if result.failures:
         row, error = min(result.failures.items())
         lines.append(
@@ -194,8 +200,10 @@ def _dtype(reports: Sequence[Report], forced: bool) -> str:
 
 
 def _engine(plan: Plan, reports: Sequence[Report], reason: str | None) -> list[tuple[str, str]]:
-    batched, looped = sum(r.batched for r in reports), sum(r.looped for r in reports)
-    if plan.options.engine == "loop":
+    batched, looped, compiled = (sum(getattr(r, how) for r in reports) for how in ("batched", "looped", "compiled"))
+    if compiled:
+        how = f"a compiled kernel; the first {batched} rows looked at came from batches under vmap, against which it was checked"
+    elif plan.options.engine == "loop":
         how = "the loop, as asked: one row after the other"
     elif looped and not batched:
         how = f"the loop: {reason or 'too few rows are alike to make a batch'}"
@@ -224,6 +232,34 @@ def _engine(plan: Plan, reports: Sequence[Report], reason: str | None) -> list[t
     if (reason or looped > 16) and plan.options.engine != "loop":  # fewer tell nothing about the function
         lines.append(("faster", "torch operations that vmap can batch, and torch.where instead of values that differ in every row"))
     return lines
+
+
+def _compiling(plan: Plan, part: pd.DataFrame | pd.Series, seconds: float) -> list[tuple[str, str]]:
+    """What the kernel cost, and how many rows have to be computed before it has saved that; measured on the rows looked at, repeated."""
+    from ._binaries import folder
+
+    eager = replace(plan, options=replace(plan.options, engine="auto"))
+    many = part.take(np.resize(np.arange(len(part)), REPEATED))
+    slow, fast = (min(_seconds(way, many) for _ in range(3)) / REPEATED for way in (eager, plan))
+    lines = [("compiling", f"{seconds:.1f} s here, once: kept in {folder()} for this function, these dtypes, this torch and CPU")]
+    each = f"{slow * 1e9:,.0f} ns a row by batches, {fast * 1e9:,.0f} compiled"
+    pays = f"from about {seconds / (slow - fast):,.0f} rows" if slow > fast else "never"
+    return [*lines, ("pays", f"{pays} ({each}, on {_threads()} here)")]
+
+
+def _seconds(plan: Plan, part: pd.DataFrame | pd.Series) -> float:
+    from ._part import solve
+
+    started = time.perf_counter()
+    solve(plan, part, None)
+    return time.perf_counter() - started
+
+
+def _threads() -> str:
+    """How many threads torch may use in this process."""
+    import torch
+
+    return _counted(torch.get_num_threads(), "thread")
 
 
 def _counted(number: int, what: str) -> str:

@@ -62,7 +62,8 @@ class Derivatives(Elemwise):  # type: ignore[misc]
         raise NotImplementedError("lowered before any task is made")
 
     def _lower(self) -> Expr:
-        return mapped(new_collection(self.frame), self.parcel, self.labels).expr
+        parcel = self.parcel.compiled(self.frame._meta, self.labels)
+        return mapped(new_collection(self.frame), parcel, self.labels).expr
 
     def _simplify_up(self, parent: Expr, dependents: Any) -> Expr:
         if isinstance(parent, Projection) and self.ndim == 2:

@@ -9,16 +9,17 @@ Both engines are judged by the same rules (`_output`, `RowMode`), so they give t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from . import _anomaly, _scripted
+from . import _anomaly, _scripted, _threads
 from ._ambient import checkpoint, keep_memory, slow_rules
 from ._derivative import Derivative, Dot, Total
 from ._errors import GraphError, PlanError
@@ -27,6 +28,10 @@ from ._options import Options
 from ._output import Wish, derived, taken
 from ._parameters import Uses
 from ._paths import FEW, Answers, MissingCell, OwnParameters, Paths, Regroup, Rows, Signal, TooLarge, Unbatchable
+from ._table import as_slice
+
+if TYPE_CHECKING:
+    from ._compiled import Kernel, Native
 
 _functorch: Any = torch._C._functorch
 
@@ -39,6 +44,8 @@ BUDGET = 128 * 2**20
 """Bytes that the results of one batch's torch calls may hold; the backward pass needs about as much again."""
 BUDGET_BY_PARAMETERS = 16 * 2**20
 """The same where layers are differentiated by: their products are large enough to be efficient with few rows, and stay in the cache."""
+CHUNKS = 16
+"""Chunks of a compiled kernel whose columns are fetched together."""
 STOP_BISECTING = 16
 """Rows that go one by one where one of them fails."""
 
@@ -49,7 +56,7 @@ Call = Callable[[Mapping[Hashable, Tensor], RowMode, Rows], Any]
 class Sink(Protocol):
     """Where results and failures go."""
 
-    def put(self, derivative: Derivative, rows: Rows, values: NDArray[Any]) -> None:
+    def put(self, derivative: Derivative, rows: Rows | slice, values: NDArray[Any]) -> None:
         """`values` (rows, *shape) of one derivative."""
 
     def fail(self, row: int, error: Exception) -> None:
@@ -67,7 +74,8 @@ class Report:
     """What was seen while rows were solved.
 
     Attributes:
-        batched, looped: rows of which the result came from batches, and from the loop.
+        batched, looped, compiled: rows of which the result came from batches, from the loop, and from compiled kernels.
+        seconds: how long the kernel took to make.
         paths: how many paths the rows took.
         batch_size: rows of the last batch.
         bytes_per_row: what torch's calls hold for a row, forward.
@@ -79,6 +87,8 @@ class Report:
 
     batched: int = 0
     looped: int = 0
+    compiled: int = 0
+    seconds: float = 0.0
     paths: int = 0
     batch_size: int = 0
     bytes_per_row: int = 0
@@ -100,6 +110,7 @@ class Job:
         directions: those that are the same for every row.
         seed: where random draws of these rows begin.
         scripted: TorchScript in `fn` reads values, which only a dispatch mode sees.
+        native: compiled kernels for these rows, where they are wanted.
         report: what was seen, for `explain`.
     """
 
@@ -112,6 +123,7 @@ class Job:
     directions: Mapping[Dot, Tensor] = field(default_factory=dict)
     seed: int = 0
     scripted: bool = False
+    native: Native | None = None
     report: Report = field(default_factory=Report)
 
 
@@ -132,6 +144,7 @@ class _Solver:
     Attributes:
         queue: the rows of each path, by the answers that lead to it.
         apart: parts of a batch that failed, never merged again.
+        suspects: the rows of this step come from there.
         size: rows of the next batch.
         fresh: buffers that `fn` makes are each row's own.
         fallback: torch may loop over the rows inside an operation without a batching rule.
@@ -147,6 +160,7 @@ class _Solver:
     sink: Sink
     queue: dict[Answers, list[Rows]] = field(default_factory=dict)
     apart: list[tuple[Answers, Rows]] = field(default_factory=list)
+    suspects: bool = False
     size: int = PROBE
     fresh: bool = False
     fallback: bool = False
@@ -161,13 +175,17 @@ class _Solver:
 
     def run(self) -> None:
         self.size = self.job.options.batch_size or PROBE
+        if self.job.native is not None and self.job.native.refused is not None:
+            self.sink.slower(self.job.native.refused)
         self._push((), self.job.rows)
         few: list[Rows] = []
         while self.queue or self.apart:
             checkpoint()
             answers, rows = self._next()
             rows = self.sink.wanted(rows)
-            if self._may_loop and answers in self.hopeless:
+            if (kernel := self._compiled(answers)) is not None:
+                self._run_kernel(kernel, answers, rows)
+            elif self._may_loop and answers in self.hopeless:
                 self.one_by_one(rows)
             elif self._may_loop and len(rows) < FEW:
                 few.append(rows)
@@ -184,7 +202,8 @@ class _Solver:
 
     def _next(self) -> tuple[Answers, Rows]:
         """The next batch: what failed before first, then the path that began, then whichever."""
-        if self.apart:
+        self.suspects = bool(self.apart)
+        if self.suspects:
             return self.apart.pop()
         answers = () if () in self.queue else next(iter(self.queue))
         pieces = self.queue.pop(answers)
@@ -193,7 +212,7 @@ class _Solver:
             self.hopeless[()] = f"{self.seen} rows took {len(self.queue)} different paths"
             self.sink.slower(f"rows go one by one, since nearly every row takes a path of its own ({self.hopeless[()]})")
             return answers, rows
-        if len(rows) > self.size and answers not in self.hopeless:
+        if len(rows) > self.size and answers not in self.hopeless and self._compiled(answers) is None:
             self._push(answers, rows[self.size :])
             rows = rows[: self.size]
         return answers, rows
@@ -231,6 +250,63 @@ class _Solver:
                 self._note(paths)
                 for derivative, values in results.items():
                     self.sink.put(derivative, paths.remaining, values)
+                if not self.suspects:
+                    self._learn(paths, answers, results)
+
+    # --- compiled kernels
+
+    def _compiled(self, answers: Answers) -> Kernel | None:
+        """The kernel for rows on this path; those that have failed once are left to the eager engine."""
+        return None if self.job.native is None or self.suspects else self.job.native.kernel(answers)
+
+    def _learn(self, paths: Paths, answers: Answers, results: dict[Derivative, NDArray[Any]]) -> None:
+        """After an eager batch: see to a kernel for the rows that will take the same path."""
+        native = self.job.native
+        if native is None or self.fallback:
+            return
+        waiting = sum(len(rows) for rows in self.queue.get(answers, ()))
+        expected = waiting * len(paths.remaining) // len(paths.rows)
+        if not expected:
+            return
+        reason = native.learn(paths, results, expected, fresh=self.fresh)
+        if reason is not None:
+            self.sink.slower(reason)
+
+    def _run_kernel(self, kernel: Kernel, answers: Answers, rows: Rows) -> None:
+        """Rows by a kernel, as many at once as stay in the cache; those that turn out to take another path come back."""
+        assert self.job.native is not None
+        start = 0
+        with _threads.for_kernels():
+            while start < len(rows):
+                checkpoint()
+                size = self.job.options.batch_size or kernel.rows * torch.get_num_threads()
+                block = self.sink.wanted(rows[start : start + CHUNKS * size])
+                start += CHUNKS * size
+                columns = self.job.native.tensors(block)
+                began = time.perf_counter()
+                for k in range(0, len(block), size):
+                    self._run_chunk(kernel, answers, block[k : k + size], [column[k : k + size] for column in columns])
+                if len(block):
+                    kernel.hurry((time.perf_counter() - began) / len(block) * size)
+
+    def _run_chunk(self, kernel: Kernel, answers: Answers, rows: Rows, columns: list[Tensor]) -> None:
+        try:
+            asked, made = kernel(columns)
+        except RuntimeError:  # whose it was, the eager engine finds out
+            self.apart.append((answers, rows))
+            return
+        paths = Paths(rows, answers)
+        if not kernel.on_path(asked, paths):
+            self.apart.append((answers, rows))
+            return
+        self._part(paths)
+        places = as_slice(paths.remaining)
+        self.job.report.compiled += len(paths.remaining)
+        self.job.report.seconds = kernel.seconds
+        active = None if paths.active is None else torch.from_numpy(paths.active)
+        for derivative in self.job.wish.derivatives:
+            if derivative in made and len(paths.remaining):
+                self.sink.put(derivative, places, _array(made[derivative] if active is None else made[derivative][active]))
 
     def _stopped(self, signal: Signal, paths: Paths, answers: Answers, state: Tensor | None) -> None:
         """A run that ended before its result."""
@@ -276,36 +352,10 @@ class _Solver:
 
     def _batched(self, paths: Paths, fresh: bool, fallback: bool) -> tuple[dict[Derivative, NDArray[Any]], RowMode]:
         """One run of the row function on a batch."""
-        job, rows = self.job, paths.rows
-        tensors = _tensors(job.arrays(rows), job.device)
-        leaves = {name: tensors[name].requires_grad_() for name in job.wish.named if name in tensors}
-        uses = Uses(job.wish.targets, self.own) if job.wish.targets else None
-        mode = RowMode(list(leaves.values()), paths, fresh=fresh, limit=4 * BUDGET, uses=uses)
-        mode.named = leaves
-
-        def one_row(anchor: Tensor, *columns: Tensor) -> tuple[Tensor, ...]:
-            mode.level = _functorch.maybe_get_level(anchor)
-            given = dict(zip(tensors, columns, strict=True))
-            if fresh:
-                given = {name: tensor.clone() for name, tensor in given.items()}
-            with mode:
-                result = job.call(given, mode, rows)
-            if mode.cut is not None:
-                raise mode.cut
-            if paths.signal is not None:
-                raise paths.signal
-            return taken(result, job.wish, job.device)
-
-        anchor = torch.empty((len(rows), 0), device=job.device)
-        with slow_rules(fallback):
-            value, *extras = torch.vmap(one_row, randomness=job.options.randomness)(anchor, *tensors.values())
-        job.report.output = tuple(value.shape[1:])
-        job.report.shapes = {name: tuple(leaf.shape[1:]) for name, leaf in mode.named.items()}
-        active = None if paths.active is None else torch.from_numpy(paths.active)
-        results = derived(value, extras, mode.named, _directions(job, tensors, len(rows)), job.wish, 1, uses, active)
+        tensors = _tensors(self.job.arrays(paths.rows), self.job.device)
+        results, mode = batch(self.job, tensors, paths, fresh=fresh, fallback=fallback, own=self.own)
         paths.nbytes += sum(tensor.numel() * tensor.element_size() for tensor in results.values())  # a Jacobian may be most of it
-        whole = active is None or isinstance(next(iter(results), None), Total)
-        return {key: _array(tensor if whole else tensor[active]) for key, tensor in results.items()}, mode
+        return {key: _array(tensor) for key, tensor in results.items()}, mode
 
     # --- what a batch cannot do
 
@@ -491,6 +541,45 @@ class _Solver:
         return derived(value, extras, mode.named, directions, job.wish, 0, uses), mode
 
 
+def batch(
+    job: Job,
+    tensors: Mapping[Hashable, Tensor],
+    paths: Paths,
+    *,
+    fresh: bool,
+    fallback: bool = False,
+    own: frozenset[str] = frozenset(),
+) -> tuple[dict[Derivative, Tensor], RowMode]:
+    """What is wanted of the rows on the path, each (rows, *shape), from one run on `tensors` (rows, *shape), which become leaves."""
+    leaves = {name: tensors[name].requires_grad_() for name in job.wish.named if name in tensors}
+    uses = Uses(job.wish.targets, own) if job.wish.targets else None
+    mode = RowMode(list(leaves.values()), paths, fresh=fresh, limit=4 * BUDGET, uses=uses)
+    mode.named = leaves
+
+    def one_row(anchor: Tensor, *columns: Tensor) -> tuple[Tensor, ...]:
+        mode.level = _functorch.maybe_get_level(anchor)
+        given = dict(zip(tensors, columns, strict=True))
+        if fresh:
+            given = {name: tensor.clone() for name, tensor in given.items()}
+        with mode:
+            result = job.call(given, mode, paths.rows)
+        if mode.cut is not None:
+            raise mode.cut
+        if paths.signal is not None:
+            raise paths.signal
+        return taken(result, job.wish, job.device)
+
+    anchor = torch.empty((paths.count, 0), device=job.device)
+    with slow_rules(fallback):
+        value, *extras = torch.vmap(one_row, randomness=job.options.randomness)(anchor, *tensors.values())
+    job.report.output = tuple(value.shape[1:])
+    job.report.shapes = {name: tuple(leaf.shape[1:]) for name, leaf in mode.named.items()}
+    active = None if paths.active is None else torch.from_numpy(paths.active)
+    results = derived(value, extras, mode.named, _directions(job, tensors, paths.count), job.wish, 1, uses, active)
+    whole = active is None or isinstance(next(iter(results), None), Total)
+    return {key: tensor if whole else tensor[active] for key, tensor in results.items()}, mode
+
+
 def first_not_finite(job: Job, row: int) -> str | None:
     """The operation and line that made the gradient of `row` not finite."""
     position = np.array([row])
@@ -529,7 +618,7 @@ def _tensors(arrays: Arrays, device: torch.device) -> dict[Hashable, Tensor]:
     return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
 
 
-def _directions(job: Job, tensors: Mapping[Hashable, Tensor], rows: int, lead: int = 1) -> dict[Dot, Tensor]:
+def _directions(job: Job, tensors: Mapping[Hashable, Tensor], rows: Any, lead: int = 1) -> dict[Dot, Tensor]:
     """The directions of derivatives: those that columns hold, and the constants, for each row."""
     found = {key: tensor for key, tensor in tensors.items() if isinstance(key, Dot)}
     constants = {key: c.expand(rows, *c.shape) if lead else c for key, c in job.directions.items()}

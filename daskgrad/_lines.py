@@ -40,7 +40,7 @@ def arrived(files: Mapping[Code, File]) -> None:
 
 def file_of(name: str, line: int) -> str:
     """The file of the function called `name` that has travelled here and has this line."""
-    near = {first: file for (code, first, _), file in _files.items() if code == name and first <= line}
+    near = {first: called for (code, first, _), (_, called) in _files.items() if code == name and first <= line}
     return near[max(near)] if near else _NO_FILE
 
 

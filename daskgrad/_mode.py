@@ -29,7 +29,7 @@ from ._captured import storage_of
 from ._errors import GraphError, PlanError
 from ._lines import users_line
 from ._parameters import Uses
-from ._paths import OwnParameters, Paths, TooLarge, Unbatchable
+from ._paths import OwnParameters, Paths, Question, TooLarge, Unbatchable
 
 _functorch: Any = torch._C._functorch
 _Handler = Callable[["RowMode", Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -103,7 +103,7 @@ class RowMode(TorchFunctionMode):
         except Exception as error:
             self.raised = self.raised or error
             raise
-        if self.paths is not None and isinstance(result, Tensor):
+        if self.paths is not None and not self.paths.traced and isinstance(result, Tensor):
             self._weigh(result)
         return result
 
@@ -250,7 +250,7 @@ class RowMode(TorchFunctionMode):
         """A copy of a fresh buffer for each row, so that rows can write into it."""
         if not isinstance(result, Tensor) or self.paths is None or _functorch.is_functorch_wrapped_tensor(result):
             return result
-        count = len(self.paths.rows)
+        count = self.paths.count
         copies = result.expand(count, *result.shape).clone()
         return _functorch._add_batch_dim(copies, 0, self.level)
 
@@ -326,11 +326,16 @@ def _answer(mode: RowMode, rows: Tensor, func: Any, args: tuple[Any, ...]) -> An
     assert mode.paths is not None
     if rows[0].numel() != 1:
         return func(*args)  # torch's own error
-    return mode.paths.ask(lambda: _numbers(rows))
+    return mode.paths.ask(lambda: _numbers(rows), question=Question(rows))
 
 
 def _numbers(rows: Tensor) -> np.ndarray[Any, Any]:
     return rows.detach().reshape(len(rows)).resolve_conj().resolve_neg().cpu().numpy()
+
+
+def is_whole(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Which of `numbers` have a whole part that int64 holds."""
+    return np.abs(numbers) < 2.0**62 if numbers.dtype.kind == "f" else np.ones(len(numbers), bool)
 
 
 def _plain(tensor: Any) -> Any:
@@ -355,11 +360,11 @@ def _whole(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
     def whole() -> np.ndarray[Any, Any]:
         numbers = _numbers(rows)
-        if numbers.dtype.kind == "f" and not (np.abs(numbers) < 2.0**62).all():
+        if not is_whole(numbers).all():
             mode.unbatchable("int() of a value that is not finite, or huge")
         return numbers.astype(np.int64)
 
-    return int(mode.paths.ask(whole))
+    return int(mode.paths.ask(whole, question=Question(rows, whole=True)))
 
 
 def _text(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -406,7 +411,7 @@ def _together(
     answer = truth(args[0], args[1])
     rows = mode.of_rows(answer)
     assert mode.paths is not None
-    return bool(answer) if rows is None else bool(mode.paths.ask(lambda: _numbers(rows)))
+    return bool(answer) if rows is None else bool(mode.paths.ask(lambda: _numbers(rows), question=Question(rows)))
 
 
 # --- a value is copied without its graph ------------------------------------------------------------------------------
@@ -545,7 +550,8 @@ def _extreme(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     tensor, largest = args[0], func in (torch.max, Tensor.max)
     extreme = torch.amax if largest else torch.amin
     rows = mode.of_rows(tensor)
-    if rows is None or not (rows.is_floating_point() and rows.isnan().any()):
+    assert mode.paths is not None
+    if rows is None or not rows.is_floating_point() or not (mode.paths.traced or rows.isnan().any()):
         return extreme(tensor)
     lost = tensor.isnan()
     found = extreme(torch.where(lost, -math.inf if largest else math.inf, tensor))
@@ -617,7 +623,7 @@ def _flat_places(mode: RowMode, mask: Tensor) -> Tensor:
     flat = (mask != 0).reshape(-1)
     counts = mode.of_rows(flat.sum(-1))
     assert counts is not None and mode.paths is not None
-    count = int(mode.paths.ask(lambda: _numbers(counts)))
+    count = int(mode.paths.ask(lambda: _numbers(counts), question=Question(counts)))
     order = torch.argsort((~flat).to(torch.uint8), stable=True)
     return order[:count]
 

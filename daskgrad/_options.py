@@ -12,7 +12,7 @@ from ._errors import PlanError
 from ._names import listing, nearest
 
 CHOICES = {
-    "engine": ("auto", "vmap", "loop"),
+    "engine": ("auto", "vmap", "loop", "compiled"),
     "on_error": ("raise", "null"),
     "randomness": ("error", "different", "same"),
 }
@@ -23,7 +23,7 @@ class Options:
     """How to compute; `grad_column`'s docstring tells a user what each means.
 
     Attributes:
-        engine: "auto", "vmap" or "loop".
+        engine: "auto", "vmap", "loop" or "compiled".
         batch_size: rows at once, 1 or more; None: chosen by what a row costs.
         dtype: a floating dtype that the computation is cast to; None: as the data or a shared module has it.
         device: as torch writes it, or "auto"; None: the CPU.

@@ -11,14 +11,15 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 
-from . import _kernel
+from . import _compiled, _kernel
 from ._ambient import neutral
 from ._cells import ArrayKind, StaticKind
-from ._derivative import Dot, Total, directions_of
+from ._derivative import Derivative, Dot, Total, directions_of
 from ._errors import PlanError, UsersOwn
 from ._mode import RowMode
 from ._names import function_name
@@ -65,20 +66,16 @@ def _solve(plan: Plan, table: Table, group: Group, device: torch.device, result:
     shared = Shared(plan, device, result.checkpoint)
     cast = Cast(plan, shared.dtype, list(kinds.values()) if kinds else [kind_of(t) for t in dtypes_of(table.part)])
     random = plan.options.randomness != "error"
-    job = _kernel.Job(
-        rows=group.rows,
-        arrays=_arrays(plan, table, kinds, cast),
-        call=_caller(plan, table, kinds, cast, shared),
-        wish=_wish(plan, result, shared),
-        options=plan.options,
-        device=device,
-        directions=_constants(plan, device),
-        scripted=plan.captured.scripted,
-        seed=_seed(plan, table, group) if random else 0,
-    )
+    job = job_of(plan, table, kinds, cast, shared, result.wanted_derivatives)
+    job.rows, job.arrays = group.rows, _arrays(plan, table, kinds, cast)
+    job.seed = _seed(plan, table, group) if random else 0
+    if plan.options.engine == "compiled":
+        views = _arrays(plan, table, kinds, cast, copy=False)
+        alone = len(group.rows) == len(table.part)
+        job.native = _compiled.engine(plan, kinds, job.wish.derivatives, result.checkpoint, views, alone=alone)
     job.report.dtype = cast.floating.name
     result.reports.append(job.report)
-    if plan.options.engine == "auto" and plan.captured.draws:
+    if plan.options.engine in ("auto", "compiled") and plan.captured.draws:
         job.options = replace(plan.options, engine="loop")
         if len(group.rows) > _kernel.STOP_BISECTING:
             result.slower("rows go one by one, since the function can draw random numbers of Python or NumPy, which a batch would share")
@@ -106,7 +103,28 @@ def _seed(plan: Plan, table: Table, group: Group) -> int:
     return table.seed() + int(group.rows[0])
 
 
-def _wish(plan: Plan, result: Result, shared: Shared) -> Wish:
+def job_of(
+    plan: Plan,
+    table: Table,
+    kinds: Mapping[Hashable, ArrayKind | StaticKind],
+    cast: Cast,
+    shared: Shared,
+    derivatives: list[Derivative],
+) -> _kernel.Job:
+    """What is to be done with rows whose cells are of `kinds`; the rows themselves are still to be said."""
+    return _kernel.Job(
+        rows=np.arange(0),
+        arrays=lambda rows: {},
+        call=_caller(plan, table, kinds, cast, shared),
+        wish=_wish(plan, derivatives, shared),
+        options=plan.options,
+        device=shared.device,
+        directions=_constants(plan, shared.device),
+        scripted=plan.captured.scripted,
+    )
+
+
+def _wish(plan: Plan, derivatives: list[Derivative], shared: Shared) -> Wish:
     """What is wanted of each row."""
     shapes = {path: tuple(tensor.shape) for path, tensor in shared.targets.items()}
     along = {}
@@ -115,7 +133,7 @@ def _wish(plan: Plan, result: Result, shared: Shared) -> Wish:
             meant = {path: shapes[path] for path in plan.parameters[step.wrt]}
             along[step] = {path: torch.from_numpy(array.copy()) for path, array in directions_by_path(step, meant).items()}
     vectors = plan.output != "number" and not plan.parameters
-    return Wish(plan.named, result.wanted_derivatives, vectors, plan.options.allow_unused, shared.targets, plan.parameters, along)
+    return Wish(plan.named, derivatives, vectors, plan.options.allow_unused, shared.targets, plan.parameters, along)
 
 
 def _constants(plan: Plan, device: torch.device) -> dict[Dot, torch.Tensor]:
@@ -135,11 +153,13 @@ def _static_refused(plan: Plan, name: Hashable, value: Any) -> str:
     )
 
 
-def _arrays(plan: Plan, table: Table, kinds: Mapping[Hashable, ArrayKind | StaticKind], cast: Cast) -> Callable[[Rows], _kernel.Arrays]:
+def _arrays(
+    plan: Plan, table: Table, kinds: Mapping[Hashable, ArrayKind | StaticKind], cast: Cast, *, copy: bool = True
+) -> Callable[[Rows], _kernel.Arrays]:
     arguments = [a for a in plan.inputs if isinstance(kinds.get(a.name), ArrayKind)]
 
     def arrays(rows: Rows) -> _kernel.Arrays:
-        return {a.name: cast(a.name, table.argument(a).take(as_slice(rows))) for a in arguments}
+        return {a.name: cast(a.name, table.argument(a).take(as_slice(rows), copy=copy)) for a in arguments}
 
     return arrays
 

@@ -7,11 +7,15 @@ replays those answers. The number of runs is the number of distinct paths, not o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Rows = NDArray[np.intp]
 Answers = tuple[Any, ...]
@@ -48,19 +52,34 @@ class TooLarge(Signal):
     """The run needs more memory than it may: run again with fewer rows."""
 
 
+@dataclass(frozen=True)
+class Question:
+    """What a question is about, for those who want to ask it again: `tensor` (rows, ...) with one element in each row, whose value is the
+    answer, or (`whole`) its whole part.
+    """
+
+    tensor: Tensor
+    whole: bool = False
+
+
 class Paths:
     """The questions of one run, and how its rows answer them.
 
     Attributes:
+        traced: the run is recorded for any rows, and there are no values to look at.
         rows: the rows that run, positions in the part, (rows,).
+        count: how many they are; a symbol where the run is traced.
         answers: the answers so far; a run begins with those that its rows gave before.
         active: which of `rows` are still on the path, None for all, (active,) indices into `rows`.
         left: the rows that have left, with their answers.
         nbytes: what the results of the run's torch calls hold so far, views counted too.
     """
 
+    traced = False
+
     def __init__(self, rows: Rows, answers: Answers) -> None:
         self.rows = rows
+        self.count: Any = len(rows)
         self.answers = list(answers)
         self.active: Rows | None = None
         self.left: list[tuple[Answers, Rows]] = []
@@ -73,10 +92,11 @@ class Paths:
         """The rows that are still on the path."""
         return self.rows if self.active is None else self.rows[self.active]
 
-    def ask(self, evaluate: Callable[[], NDArray[Any]], *, strict: bool = False) -> Any:
+    def ask(self, evaluate: Callable[[], NDArray[Any]], *, strict: bool = False, question: Question | None = None) -> Any:
         """The answer to go on with. `evaluate` gives each row's answer, (rows,).
 
-        `strict`: rows that answer otherwise cannot take part in what follows, not even as passengers.
+        `strict`: rows that answer otherwise cannot take part in what follows, not even as passengers. `question`: what it is about,
+        where that can be computed without Python.
         """
         self._asked += 1
         if self._asked <= len(self.answers):
@@ -98,18 +118,37 @@ class Paths:
         self.signal = self.signal or signal
         raise signal
 
-    def _part(self, codes: NDArray[np.intp], uniques: list[Any]) -> Any:
+    def follow(self, values: NDArray[Any], answer: Any) -> bool:
+        """Go on with `answer`, where each row's is in `values` (rows,); False where no row gives it."""
+        here = values if self.active is None else values[self.active]
+        codes, uniques = _factorized(here)
+        wanted = next((code for code, value in enumerate(uniques) if _same(value, answer)), None)
+        if len(uniques) == 1 and wanted is not None:
+            self.answers.append(answer)
+        else:
+            self._part(codes, [*uniques, answer], len(uniques) if wanted is None else wanted)
+        return wanted is not None
+
+    def _part(self, codes: NDArray[np.intp], uniques: list[Any], keep: int | None = None) -> Any:
+        """Go on with the answer `keep`, or the one that most rows give; the others have left."""
         before = tuple(self.answers)
         counts = np.bincount(codes, minlength=len(uniques))
-        most = int(counts.argmax())
+        most = int(counts.argmax()) if keep is None else keep
         active = np.arange(len(self.rows)) if self.active is None else self.active
         groups = np.split(active[np.argsort(codes, kind="stable")], np.cumsum(counts)[:-1])
         for code, group in enumerate(groups):
-            if code != most:
+            if code != most and len(group):
                 self.left.append(((*before, uniques[code]), self.rows[group]))
         self.active = groups[most]
         self.answers.append(uniques[most])
         return uniques[most]
+
+
+def _same(value: Any, answer: Any) -> bool:
+    """Whether two answers are one: equal, and of floats the same zero; NaN is itself."""
+    if isinstance(value, float) and isinstance(answer, float):
+        return value.hex() == answer.hex()
+    return bool(value == answer)
 
 
 def _factorized(values: NDArray[Any]) -> tuple[NDArray[np.intp], list[Any]]:

@@ -39,6 +39,7 @@ from ._wishes import (
 
 if TYPE_CHECKING:
     from ._captured import Captured
+    from ._compiled import Shipped
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Plan:
         options: the options of the call.
         columns: the labels of a frame's columns that are read; None: all.
         version: daskgrad's, where the call was made.
+        kernels: those that were compiled where the call was made.
     """
 
     fn: Callable[..., Any]
@@ -81,6 +83,7 @@ class Plan:
     options: Options
     columns: list[Hashable] | None = field(default=None)
     version: str = ""
+    kernels: tuple[Shipped, ...] = ()
 
     @property
     def title(self) -> str:
@@ -98,6 +101,13 @@ class Plan:
         from ._captured import look
 
         return look(self)
+
+    @functools.cached_property
+    def content(self) -> str:
+        """The row function and its shared arguments as a hash of their content."""
+        from ._compiled import content
+
+        return content(self)
 
     @property
     def derivatives(self) -> tuple[Derivative, ...]:

@@ -80,7 +80,7 @@ class Result:
 
     # the kernel's side
 
-    def put(self, derivative: Derivative, rows: Rows, values: NDArray[Any]) -> None:
+    def put(self, derivative: Derivative, rows: Rows | slice, values: NDArray[Any]) -> None:
         places = as_slice(rows)
         for output in self._holds.get(derivative, ()):
             if output.checkpoint == self.checkpoint:
@@ -204,9 +204,9 @@ class Sums(Result):
         self.total: Any = 0.0
         self.count = 0
 
-    def put(self, derivative: Derivative, rows: Rows, values: NDArray[Any]) -> None:
+    def put(self, derivative: Derivative, rows: Rows | slice, values: NDArray[Any]) -> None:
         self.total = self.total + values.astype(np.float64).sum(axis=0)
-        self.count += len(rows)
+        self.count += rows.stop - rows.start if isinstance(rows, slice) else len(rows)
 
     def finish(self) -> pd.Series:
         if self.first is not None and not self.null:

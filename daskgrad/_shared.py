@@ -26,6 +26,7 @@ class Shared:
     Attributes:
         values: by argument name.
         targets: the parameters that are differentiated, by path.
+        device: where they are.
         dtype: the floating dtype of the modules among them (and of the row function, if it is one), None without any.
         kept: the tensors among them that every call gets as they are, by their storage, with their names.
     """
@@ -35,6 +36,7 @@ class Shared:
         if plan.checkpoints is not None and checkpoint is not None:
             name, states = plan.checkpoints
             given[name] = in_state(given[name], states[checkpoint])
+        self.device = device
         self.values = {name: _ready(value, device) for name, value in given.items()}
         self.dtype = module_dtype([*plan.shared.values(), plan.fn])
         everything = parameters_of(self.values)

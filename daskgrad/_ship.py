@@ -86,7 +86,7 @@ def redeemed(value: Any) -> Any:
     """The packed plan, where `value` is the ticket that travelled to this process in its place; any other value as it is."""
     if not isinstance(value, bytes) or not is_ticket(value, DIGEST):
         return value
-    found = fetch(value, DIGEST, _worker())
+    found = fetch(value, DIGEST, worker())
     return value if found is None else found
 
 

@@ -118,6 +118,11 @@ class Stacked:
                 table[self.missing] = -1
             _, self._first, self.codes = np.unique(table, axis=0, return_index=True, return_inverse=True)
 
+    @property
+    def n_kinds(self) -> int:
+        """How many kinds occur; 0 where one of the columns does not tell."""
+        return len(self._first) if all(part.n_kinds for part in self.parts) else 0
+
     def kind(self, code: int) -> ArrayKind | StaticKind:
         row = self._first[code]
         kinds = [part.kind(0 if part.codes is None else int(part.codes[row])) for part in self.parts]
@@ -130,8 +135,8 @@ class Stacked:
             raise PlanError(f"columns that are stacked into one vector hold cells of different shapes: {sorted(shapes)}")
         return ArrayKind(np.result_type(*[kind.dtype for kind in arrays]), (len(arrays), *shapes.pop()))
 
-    def take(self, rows: Rows | slice) -> NDArray[Any]:
-        parts = [part.take(rows) for part in self.parts]
+    def take(self, rows: Rows | slice, *, copy: bool = True) -> NDArray[Any]:
+        parts = [part.take(rows, copy=copy) for part in self.parts]
         return np.stack(parts, axis=1, dtype=np.result_type(*parts))
 
     def cell(self, row: int) -> object:
@@ -175,8 +180,10 @@ def kind_of(dtype: Any) -> ArrayKind | StaticKind:
     return StaticKind(None) if floating is None else ArrayKind(floating, ())
 
 
-def as_slice(rows: Rows) -> Rows | slice:
+def as_slice(rows: Rows | slice) -> Rows | slice:
     """Consecutive rows, which come sorted, as a slice: no gather is needed."""
+    if isinstance(rows, slice):
+        return rows
     if len(rows) > 1 and rows[-1] - rows[0] == len(rows) - 1:
         return slice(int(rows[0]), int(rows[-1]) + 1)
     return rows

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Compiled kernels of all tests, also of the processes that they start, lie here and not in the user's own folder."""
+    folder = tmp_path_factory.mktemp("kernels")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DASKGRAD_CACHE", str(folder))
+        yield folder
 
 
 @pytest.fixture(autouse=True)
