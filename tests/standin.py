@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from daskgrad._errors import GraphError, RowError
+from daskgrad._options import Options
 
 SEEN: list[int] = []  # rows of each part that was run in this process
 
@@ -40,6 +41,7 @@ class Doubler:
     fn: Callable[..., Any] = double
     shared: dict[str, Any] = field(default_factory=dict)
     watch: str = ""
+    options: Options = field(default_factory=Options)
 
     def only(self, labels: Iterable[Hashable]) -> Doubler:
         kept = {label: self.outputs[label] for label in labels}
