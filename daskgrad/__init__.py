@@ -25,5 +25,8 @@ from ._totals import clipped_sum as clipped_sum
 from ._totals import fisher_diagonal as fisher_diagonal
 from ._totals import mean_gradient as mean_gradient
 from ._totals import parameter_slices as parameter_slices
+from ._watch._monitor import Monitor as Monitor
+from ._watch._monitor import monitor as monitor
+from ._watch._progress import progress as progress
 
 __version__ = "0.1.0"

@@ -12,8 +12,10 @@ import pandas as pd
 from . import _captured, _dask, _options, _plan
 from ._derivative import UNNAMED, Aux, Derivative, Norm, Problem, Project, Total, parse
 from ._errors import PlanError
+from ._names import function_name
 from ._plan import Plan
 from ._source import Source
+from ._watch._reporter import watched
 
 
 def grad_column(
@@ -196,7 +198,8 @@ def _on_pandas(data: pd.DataFrame | pd.Series, plan: Plan) -> Any:
     if isinstance(data, pd.DataFrame) and plan.columns is not None and plan.columns != list(data.columns):
         wanted = frozenset(plan.columns)  # by place: pandas takes some labels for masks, and finds others only among their like
         data = data.iloc[:, [place for place, label in enumerate(data.columns) if label in wanted]]
-    return replace(plan, shared=copies(plan.shared)).run(data, None)
+    with watched(function_name(plan.fn), None, len(data), of=len(data), passes=plan.states):
+        return replace(plan, shared=copies(plan.shared)).run(data, None)
 
 
 def _source(data: Any) -> Source:

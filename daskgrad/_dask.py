@@ -25,8 +25,9 @@ import pandas as pd
 from . import _crash, _ship, _threads
 from ._blob import LARGE, Blob, current_client, plan_key
 from ._errors import DaskgradError, EngineWarning, PlanError, fit_to_travel
-from ._names import listing
+from ._names import function_name, listing
 from ._warn import one_call
+from ._watch._reporter import counting, watched
 
 if TYPE_CHECKING:
     from ._plan import Plan
@@ -229,10 +230,22 @@ def _text_that_was_arrays(data: Any) -> list[Hashable]:
 
 def mapped(data: Any, parcel: Parcel, labels: tuple[Hashable, ...] | None) -> Any:
     """The plan over the partitions of `data` by the public `map_partitions`; `labels`: these result columns only."""
-    choice = None if labels is None else pickle.dumps(labels)
+    rows = _rows_of(data) if counting() else None
+    choice = None if labels is None and rows is None else pickle.dumps((labels, rows))
     meta = parcel.plan(labels).meta(data._meta)
     options = {"enforce_metadata": False, "transform_divisions": False, "token": parcel.title}
     return data.map_partitions(_pipe(), _opened_shim(), parcel.node(), choice, meta=meta, **options)
+
+
+def _rows_of(data: Any) -> int | None:
+    """The number of rows of a frame, where its source knows it without reading them: pandas, the footers of Parquet files."""
+    try:
+        from dask.dataframe.dask_expr._expr import Literal
+        from dask.dataframe.dask_expr._reductions import Len
+    except ImportError:  # another Dask: it is not shown then
+        return None
+    length = Len(data.expr).simplify()
+    return int(length.value) if isinstance(length, Literal) else None
 
 
 def _parcel(data: bytes) -> Parcel:
@@ -284,16 +297,20 @@ def run_part(part: Any, parcel: bytes | Blob, choice: bytes | None, partition_in
     Args:
         part: the partition: pandas, or any iterable of records from a Bag.
         parcel: the packed plan, or the ticket for it.
-        choice: the labels of the result columns that are wanted, pickled; None: all.
+        choice: pickled, the labels of the result columns that are wanted (None: all), and the number of rows of all partitions
+            (None: not known); None for both.
         partition_info: what Dask tells about the partition; its number is used in messages only.
     """
     number = partition_info["number"] if partition_info else None
     try:
         plan = _ship.unpack(parcel)
-        if choice is not None:
-            plan = plan.only(pickle.loads(choice))
-        with _threads.one(), one_call(_ship.identity(parcel)), _survived(plan.title, number):
-            return plan.run(_as_pandas(plan, part), number)
+        labels, rows = (None, None) if choice is None else pickle.loads(choice)
+        if labels is not None:
+            plan = plan.only(labels)
+        part, call = _as_pandas(plan, part), _ship.identity(parcel)
+        seen = watched(function_name(plan.fn), call, len(part), of=rows, passes=plan.states)
+        with _threads.one(), one_call(call), _survived(plan.title, number), seen:
+            return plan.run(part, number)
     except DaskgradError as error:
         problem = error
     # Outside of the except block, for there Python would chain the original to it, and a chain must be pickled whole.

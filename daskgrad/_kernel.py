@@ -68,6 +68,9 @@ class Sink(Protocol):
     def slower(self, reason: str) -> None:
         """Something goes one by one, and why."""
 
+    def done(self, rows: int) -> None:
+        """So many more rows have their results: for who watches."""
+
 
 @dataclass
 class Report:
@@ -250,6 +253,7 @@ class _Solver:
                 self._note(paths)
                 for derivative, values in results.items():
                     self.sink.put(derivative, paths.remaining, values)
+                self.sink.done(len(paths.remaining))
                 if not self.suspects:
                     self._learn(paths, answers, results)
 
@@ -307,6 +311,7 @@ class _Solver:
         for derivative in self.job.wish.derivatives:
             if derivative in made and len(paths.remaining):
                 self.sink.put(derivative, places, _array(made[derivative] if active is None else made[derivative][active]))
+        self.sink.done(len(paths.remaining))
 
     def _stopped(self, signal: Signal, paths: Paths, answers: Answers, state: Tensor | None) -> None:
         """A run that ended before its result."""
@@ -502,6 +507,7 @@ class _Solver:
                 odd += mode.raised is not None
                 done.append(k)
                 results.append(found)
+                self.sink.done(1)
         for derivative in results[0] if results else ():
             _put_each(self.sink, derivative, rows[done], [found[derivative] for found in results])
         self.job.report.looped += len(done)

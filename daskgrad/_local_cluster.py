@@ -27,6 +27,7 @@ from distributed.worker_memory import parse_memory_limit
 
 from ._errors import PlanError
 from ._main_script import must_be_guarded
+from ._watch._reporter import arrived, leaving
 
 logger = logging.getLogger(__name__)
 
@@ -105,11 +106,14 @@ class LocalClient(Client):
         self._open.add(self)
         assert self.loop is not None  # the running client's
         self.loop.add_callback(lambda: asyncio.get_running_loop().set_exception_handler(_ignore_abandoned_waits))
+        arrived(self)
 
     def close(self, *args: Any, **kwargs: Any) -> None:
         """Close the client, then end its scheduler and workers. Once is enough; more does no harm."""
         self._open.discard(self)
         # A task that still runs delays its worker, which Dask would report; closing is what was asked for.
+        if self.status == "running":
+            leaving(self)
         with silence_logging_cmgr(logging.ERROR):
             try:
                 super().close(*args, **kwargs)  # type: ignore[no-untyped-call]

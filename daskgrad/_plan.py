@@ -91,6 +91,11 @@ class Plan:
         return f"grad-{function_name(self.fn)}"
 
     @property
+    def states(self) -> int:
+        """How often each row is computed: once for each state of a shared module that comes in several."""
+        return 1 if self.checkpoints is None else len(self.checkpoints[1])
+
+    @property
     def rowwise(self) -> bool:
         """Whether a row's result depends on that row alone, so that a filter may go below it."""
         return self.options.randomness == "error"

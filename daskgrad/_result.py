@@ -23,6 +23,7 @@ from ._records import DEFAULT
 from ._shared import module_dtype
 from ._table import Cast, Table, as_slice, dtypes_of, kind_of
 from ._warn import slower
+from ._watch._reporter import Reporter, current
 
 
 @dataclass
@@ -36,6 +37,7 @@ class Result:
         reason: why something ran slower than it could.
         checkpoint: the state of a shared module that results come from now.
         reports: what was seen in each group of rows, for `explain`.
+        reporter: tells how far this is to who watches.
     """
 
     plan: Plan
@@ -46,6 +48,7 @@ class Result:
     reason: str | None = None
     checkpoint: int | None = None
     reports: list[Report] = field(default_factory=list)
+    reporter: Reporter = field(default_factory=current)
 
     def __post_init__(self) -> None:
         index = self.part.index
@@ -58,6 +61,7 @@ class Result:
         for output in self._columns:
             self._holds.setdefault(output.derivative, []).append(output)
         self._filled: set[Output] = set()
+        self._notes = self.reporter.noted(index, self.partition, self.reports)
         self._anomalies: dict[int, str] = {}
         self._watched = self.plan.options.detect_anomaly
         self._problem = any(isinstance(derivative, Problem) for derivative in self.plan.asked)
@@ -84,7 +88,10 @@ class Result:
         places = as_slice(rows)
         for output in self._holds.get(derivative, ()):
             if output.checkpoint == self.checkpoint:
-                self._put(output, places, values if output.component is None else values[:, output.component])
+                found = values if output.component is None else values[:, output.component]
+                self._put(output, places, found)
+                if self._notes is not None:
+                    self._notes.put(output.label, places, found, gradient=derivative != () and not isinstance(derivative, Aux))
         if (self._problem or self._watched) and not isinstance(derivative, Aux):
             self._finite[derivative != ()][places] &= np.isfinite(values.reshape(len(values), -1)).all(axis=1)
 
@@ -119,7 +126,10 @@ class Result:
             self.fail(row, RuntimeError(what))
 
     def fail(self, row: int, error: Exception) -> None:
-        self.failures.setdefault(row, error.error if isinstance(error, UsersOwn) else error)
+        error = error.error if isinstance(error, UsersOwn) else error
+        if self._notes is not None and row not in self.failures:
+            self._notes.fail(row, error)
+        self.failures.setdefault(row, error)
         if self.first is None or row < self.first:
             self.first = row
 
@@ -130,6 +140,9 @@ class Result:
 
     def slower(self, reason: str) -> None:
         self.reason = self.reason or reason
+
+    def done(self, rows: int) -> None:
+        self.reporter.done(rows)
 
     # the caller's side
 

@@ -1,0 +1,6 @@
+"""Seen while it runs: progress, and the gradient page on Dask's dashboard.
+
+_reporter.py   one part, written by the thread that computes it; and how its numbers get to whoever watches
+_tally.py      the numbers of all parts, added up by computation; also runs on the scheduler
+_progress.py   dg.progress(): the tally of this process, in a terminal, a notebook or as plain lines
+"""
