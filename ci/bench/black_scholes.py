@@ -65,7 +65,7 @@ def workload(quick: bool) -> Workload:
     right = closed_forms(book)
     sources = [torch.from_numpy(book[name].to_numpy(copy=True)) for name in (*NAMES, NAMES[0])]  # each (rows,)
     targets = [torch.empty_like(source).zero_() for source in sources]
-    no_compiler, no_jax = peers.no_compiled_engine(), peers.absent("jax")
+    no_compiler, no_jax = peers.no_compiled_engine(quick), peers.absent("jax")
     missing = {name: why for name, why in ((COMPILED, no_compiler), (JAX, no_jax)) if why}
     arms = [Arm("daskgrad, eager", rows, partial(dg.derivatives, book, price, WANTED, engine="vmap"))]
     if not no_compiler:

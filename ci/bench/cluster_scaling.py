@@ -18,7 +18,7 @@ def workload(quick: bool) -> Workload:
     rows, partitions = (4_000, 4) if quick else (8_000_000, 16)
     frame = clusters.book(rows, partitions)
     expected = clusters.expected_sums(frame)
-    absent = peers.no_compiled_engine()
+    absent = peers.no_compiled_engine(quick)
     missing = {f"{COMPILED}, {n} process{'es' if n > 1 else ''}": absent for n in (2, 1)} if absent else {}
     arms, marks = [], []
     with ExitStack() as stack:

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import os
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,17 @@ def jax_in_float64() -> tuple[Any, Any]:
     return jax, importlib.import_module("jax.numpy")
 
 
-def no_compiled_engine() -> str | None:
+def no_compiled_engine(quick: bool) -> str | None:
     """Why `engine="compiled"` cannot run here; None where it can."""
-    try:
-        dg.grad_column(pd.Series([1.0, 2.0], name="x"), _square, engine="compiled")
-    except dg.PlanError as error:
-        return str(error).splitlines()[0]
+    left_out = too_long_for(quick)
+    if left_out:
+        return left_out
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", dg.EngineWarning)
+        try:
+            dg.grad_column(pd.Series(range(1000), name="x", dtype=float), _square, engine="compiled")
+        except dg.EngineWarning as warning:
+            return str(warning).splitlines()[0]
     return None
 
 
@@ -62,7 +68,7 @@ def environment(**variables: str) -> Iterator[None]:
 
 
 def too_long_for(quick: bool) -> str | None:
-    """Why Ray and Spark, which take a minute to start and to end, are left out of a quick run."""
+    """Why Ray and Spark, and compiling, which take half a minute and more, are left out of a quick run."""
     return "left out of --quick; DASKGRAD_TESTS=long brings it in" if quick and os.environ.get("DASKGRAD_TESTS") != "long" else None
 
 

@@ -38,7 +38,7 @@ def workload(quick: bool, rows: int = 4_000_000) -> Workload:
     for seed, size in enumerate(sizes):
         options(size, seed).to_parquet(source / f"part.{seed:05d}.parquet", index=False)
     client = clusters.ours(stack, 2, quick)
-    engine = "vmap" if peers.no_compiled_engine() else "compiled"
+    engine = "vmap" if peers.no_compiled_engine(quick) else "compiled"
     frame = dd.read_parquet(source)
 
     def written(result: Any, name: str) -> Path:

@@ -25,7 +25,7 @@ def workload(quick: bool) -> Workload:
     parted = clusters.book(rows, partitions)
     expected = clusters.expected_sums(parted)
     book = parted.compute(scheduler="synchronous")
-    absent = peers.no_compiled_engine()
+    absent = peers.no_compiled_engine(quick)
     with ExitStack() as stack:
         clients = {n: clusters.ours(stack, n, quick) for n in (1, 2)}
         held = {n: clusters.on(client, parted) for n, client in clients.items()}
