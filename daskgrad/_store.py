@@ -226,8 +226,8 @@ def verify(
         >>> frame = dd.from_pandas(pd.DataFrame({"x": [1.0, 2.0, 3.0, 4.0]}), npartitions=2)
         >>> folder = tempfile.mkdtemp() + "/slopes"
         >>> written = dg.to_parquet(frame.assign(slope=dg.grad_column(frame, lambda x: x**2)), folder, scheduler="synchronous")
-        >>> dg.verify(folder, rows=1, scheduler="synchronous").checked
-        (1,)
+        >>> dg.verify(folder, rows=None, scheduler="synchronous").checked
+        (0, 1)
     """
     from ._folder import Folder
     from ._job import Job

@@ -632,12 +632,12 @@ def test_case_c02_arrays_that_became_text_are_found() -> None:
     )
     df["o"] = df["o"].astype(object)
     ddf = dd.from_pandas(df, npartitions=2)
-    assert _dask.text_that_was_arrays(ddf) == ["v", "w"]
-    assert _dask.text_that_was_arrays(ddf[ddf.x > 0][["v", "x"]]) == ["v"]
-    assert _dask.text_that_was_arrays(ddf.w) == ["w"]
-    assert _dask.text_that_was_arrays(ddf.assign(v=ddf.x)[["v"]]) == []
+    assert _dask._text_that_was_arrays(ddf) == ["v", "w"]
+    assert _dask._text_that_was_arrays(ddf[ddf.x > 0][["v", "x"]]) == ["v"]
+    assert _dask._text_that_was_arrays(ddf.w) == ["w"]
+    assert _dask._text_that_was_arrays(ddf.assign(v=ddf.x)[["v"]]) == []
     with dask.config.set({"dataframe.convert-string": False}):
-        assert _dask.text_that_was_arrays(dd.from_pandas(df, npartitions=2)) == []
+        assert _dask._text_that_was_arrays(dd.from_pandas(df, npartitions=2)) == []
 
 
 def test_what_cannot_be_sent_is_refused_at_the_call() -> None:
