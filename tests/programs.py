@@ -89,6 +89,7 @@ class Cluster:
     folder: Path
     security: Mapping[str, str]  # command line options, by program or for both
     settings: Mapping[str, str]
+    dashboard: bool = False
     address: str = ""
     scheduler: subprocess.Popen[bytes] = field(init=False)
     workers: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -98,7 +99,8 @@ class Cluster:
         """Start it and learn its address."""
         number = len(list(self.folder.glob("scheduler*.json")))
         file = self.folder / f"scheduler{number}.json"
-        options = ["--port", "0", "--no-dashboard", "--scheduler-file", str(file), *self._security("scheduler")]
+        pages = ["--dashboard-address", f"{LOOPBACK}:0"] if self.dashboard else ["--no-dashboard"]
+        options = ["--port", "0", *pages, "--scheduler-file", str(file), *self._security("scheduler")]
         self.scheduler = self._program(f"scheduler{number}", ["scheduler", *options], env)
         wait_until(lambda: file.exists() and file.read_text().endswith("}"), "the scheduler's address")
         self.address = json.loads(file.read_text())["address"]
@@ -138,6 +140,7 @@ def programs(
     scheduler: Mapping[str, str] | None = None,
     security: Mapping[str, str] | None = None,
     config: Mapping[str, Any] | None = None,
+    dashboard: bool = False,
 ) -> Iterator[Cluster]:
     """A scheduler and its workers.
 
@@ -147,9 +150,10 @@ def programs(
         scheduler: the scheduler's environment.
         security: what `certificates` returns; None: no TLS.
         config: Dask's configuration for all of them.
+        dashboard: the scheduler has one.
     """
     settings = {f"DASK_{key.upper().replace('.', '__').replace('-', '_')}": str(value) for key, value in (config or {}).items()}
-    cluster = Cluster(folder, security or {}, settings)
+    cluster = Cluster(folder, security or {}, settings, dashboard)
     with cluster._stack:
         cluster.start_scheduler(scheduler)
         for name in workers:
