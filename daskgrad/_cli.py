@@ -226,8 +226,10 @@ def grad(out: Path | None, resume: bool, overwrite: bool, quiet: bool, scheduler
         --derivative value=value --where "kind == 'call'" --out greeks.parquet
     """
     import time
+    from contextlib import nullcontext
 
     from . import _command
+    from ._watch._progress import progress
 
     request = _request(**call)
     with _scheduler(scheduler, workers):
@@ -237,7 +239,7 @@ def grad(out: Path | None, resume: bool, overwrite: bool, quiet: bool, scheduler
             click.echo("These are the first rows; nothing is written. --out FILE.parquet or FILE.csv writes all.", err=True)
             return
         started = time.perf_counter()
-        with _command.progress(quiet):
+        with nullcontext() if quiet else progress():
             files = _command.write(frame, out, resume=resume, overwrite=overwrite)
         if not quiet:
             for line in _command.summary(files, made, out, time.perf_counter() - started):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import fnmatch
 import math
@@ -316,7 +315,3 @@ def to_parquet(frame: Any, folder: Path, *, resume: bool) -> None:
 def _indexed(frame: Any) -> bool:
     """Whether the index says something: it has a name, or is no numbering."""
     return frame.index.name is not None or not pd.api.types.is_integer_dtype(frame.index.dtype)
-
-
-def progress(quiet: bool) -> Any:
-    return contextlib.nullcontext()

@@ -95,11 +95,12 @@ def done(*arguments: str) -> Result:
 
 
 def failed(code: int, *arguments: str) -> str:
-    """The one line that a call which fails prints, and nothing else."""
+    """The one line that a call which fails prints, after how far it came, and nothing else."""
     result = run(*arguments)
     assert result.exit_code == code, result.output
     assert result.stdout == ""
-    (line,) = result.stderr.splitlines()
+    *progress, line = result.stderr.splitlines()
+    assert all(" rows · " in how_far for how_far in progress), progress
     return line
 
 
@@ -191,6 +192,15 @@ def test_options_reach_the_call() -> None:
     assert read("o.parquet").index[read("o.parquet").d_x.isna()].tolist() == [7]
 
 
+def test_progress_goes_to_stderr_and_quiet_says_nothing() -> None:
+    call = ["grad", "book.parquet", "model.py:power", "--wrt", "x"]
+    loud = done(*call, "--out", "loud.parquet")
+    assert "20 of 20 rows" in loud.stderr.splitlines()[-1]
+    assert "20 rows in" in loud.stdout
+    quiet = done(*call, "--out", "quiet.parquet", "--quiet")
+    assert (quiet.stdout, quiet.stderr) == ("", "")
+
+
 def test_an_engine_warning_is_one_line() -> None:
     Path("slow.py").write_text(
         "import torch\n\nclass Square(torch.autograd.Function):\n"
@@ -199,7 +209,7 @@ def test_an_engine_warning_is_one_line() -> None:
         "def f(x):\n    return Square.apply(x)\n"
     )
     result = done("grad", "book.parquet", "slow.py:f", "--out", "o.parquet")
-    (line,) = result.stderr.splitlines()
+    line, *_ = result.stderr.splitlines()
     assert line.startswith("Warning: f: rows go one by one")
 
 
