@@ -31,7 +31,7 @@ nbformat.write(executed(Path({path!r}), Path({folder!r})), {out!r})
 
 
 def test_there_are_notebooks() -> None:
-    assert [path.name[0] for path in NOTEBOOKS] == ["1", "2", "3", "4"]
+    assert [path.name[0] for path in NOTEBOOKS] == ["1", "2", "3", "4", "5"]
 
 
 @pytest.fixture(scope="module")
