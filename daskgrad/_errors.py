@@ -9,6 +9,8 @@ import pickle
 from collections.abc import Hashable, Mapping
 from typing import Any
 
+from ._names import shown
+
 LONGEST = 8000  # characters: distributed replaces an exception whose text is longer than 10,000
 
 
@@ -105,7 +107,7 @@ def _clipped(text: str) -> str:
 
 def _picklable(value: Any) -> Any:
     """`value`, or its text where it does not survive a pickle."""
-    return value if _survives(value) is not None else _clipped(repr(value))
+    return value if _survives(value) is not None else _clipped(shown(value))
 
 
 def _survives(value: Any) -> bytes | None:

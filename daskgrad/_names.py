@@ -35,8 +35,16 @@ def said(error: BaseException) -> str:
         return f"(its message cannot be shown: {type(worse).__name__})"
 
 
+def shown(value: Any) -> str:
+    """`repr(value)`, also of a value whose own `__repr__` fails."""
+    try:
+        return repr(value)
+    except Exception as worse:
+        return f"<{type(value).__name__} whose repr fails: {type(worse).__name__}>"
+
+
 def listing(names: Iterable[Hashable], most: int = 20) -> str:
     """`'a', 'b', 'c'`, cut where there are too many to read."""
-    shown = [repr(name) for name in names]
-    rest = len(shown) - most
-    return ", ".join(shown[:most]) + (f", … ({rest} more)" if rest > 0 else "") if shown else "none"
+    found = [shown(name) for name in names]
+    rest = len(found) - most
+    return ", ".join(found[:most]) + (f", … ({rest} more)" if rest > 0 else "") if found else "none"

@@ -22,7 +22,7 @@ from ._cells import ArrayKind, StaticKind
 from ._derivative import Derivative, Dot, Total, directions_of
 from ._errors import PlanError, UsersOwn
 from ._mode import RowMode
-from ._names import function_name
+from ._names import function_name, shown
 from ._output import Wish
 from ._paths import Rows
 from ._plan import Plan
@@ -148,7 +148,7 @@ def _constants(plan: Plan, device: torch.device) -> dict[Dot, torch.Tensor]:
 
 def _static_refused(plan: Plan, name: Hashable, value: Any) -> str:
     return (
-        f"the derivative by {name!r} of {function_name(plan.fn)} is asked for, but its column holds {value!r}, a "
+        f"the derivative by {name!r} of {function_name(plan.fn)} is asked for, but its column holds {shown(value)}, a "
         f"{type(value).__name__}, which cannot be differentiated"
     )
 

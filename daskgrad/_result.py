@@ -15,7 +15,7 @@ from ._columns import ColumnBuilder
 from ._derivative import Aux, Derivative, Problem, Total, arguments_of
 from ._errors import DaskgradError, GraphError, PlanError, RowError, UsersOwn
 from ._kernel import Report
-from ._names import function_name, said
+from ._names import function_name, said, shown
 from ._outputs import Output
 from ._paths import Rows
 from ._plan import Plan
@@ -171,9 +171,9 @@ class Result:
         label = self.part.index[row]
         values = self._values(row)
         where = f"row {label!r}" + ("" if self.partition is None else f" of partition {self.partition}")
-        shown = ", ".join(f"{name}={_short(value)}" for name, value in values.items())
+        arguments = ", ".join(f"{name}={_short(value)}" for name, value in values.items())
         cut = isinstance(cause, GraphError)
-        call = f"{function_name(self.plan.fn)}({shown})"
+        call = f"{function_name(self.plan.fn)}({arguments})"
         if cut:
             message = f"{where}, {call}: {cause}"
         else:
@@ -245,5 +245,5 @@ def dtype_hint(plan: Plan, part: pd.DataFrame | pd.Series) -> str:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = shown(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -15,7 +15,7 @@ from ._binding import Input
 from ._cells import StaticKind
 from ._errors import PlanError
 from ._mode import RowMode
-from ._names import listing, nearest
+from ._names import listing, nearest, shown
 from ._paths import MissingCell, Rows
 from ._records import ABSENT
 
@@ -43,7 +43,11 @@ class RowView:
         if label not in self.__known:
             raise KeyError(self.__unknown(label))
         if label not in self.__columns:
-            self.__columns[label] = self.__load(label)
+            try:
+                self.__columns[label] = self.__load(label)
+            except PlanError as error:
+                self.__mode.wrong = error
+                raise
         return self.__columns[label]
 
     def __getattr__(self, name: str) -> Any:
@@ -85,9 +89,7 @@ class RowView:
             if kind.value is ABSENT:
                 raise KeyError(self.__unknown(label))
             if label in self.__named:
-                text = f"the derivative by {label!r} is asked for, but it holds {kind.value!r}, which is no number"
-                self.__mode.wrong = PlanError(text)
-                raise self.__mode.wrong
+                raise PlanError(f"the derivative by {label!r} is asked for, but it holds {shown(kind.value)}, which is no number")
             return kind.value
         return self.__tensor(label, self.__cast(label, cells.take(self.__rows)))
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
+from pandas.errors import InvalidIndexError
 
 from . import _dtypes
 from ._errors import PlanError
@@ -45,7 +46,15 @@ def column_of(data: Any, label: Hashable) -> pd.Series:
     Raises:
         PlanError: there are several.
     """
-    found: pd.Series | pd.DataFrame = data if isinstance(data, pd.Series) else data[label]
+    if isinstance(data, pd.Series):
+        return data
+    # Not data[label]: pandas calls a label that is callable, and takes others for masks.
+    try:
+        place = data.columns.get_loc(label)
+    except (KeyError, TypeError, InvalidIndexError):  # a tuple, pd.NA: pandas does not find all that it holds
+        places = [place for place, other in enumerate(data.columns) if other in {label}]
+        place = places[0] if len(places) == 1 else places
+    found: pd.Series | pd.DataFrame = data.iloc[:, place]
     if isinstance(found, pd.DataFrame):
         raise PlanError(f"the column label {label!r} stands {found.shape[1]} times in the data: rename one of them")
     return found
