@@ -104,3 +104,11 @@ def client(cluster: Any) -> Iterator[Any]:
     """The session's cluster as the default client for one test."""
     with cluster.as_current():
         yield cluster
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """How many inputs the tests of bad input have tried."""
+    from counting import tried
+
+    if tried:
+        terminalreporter.write_line("tried: " + ", ".join(f"{count:,} {what}" for what, count in sorted(tried.items())))
