@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import fnmatch
 import math
-import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -20,7 +19,9 @@ from . import _imported, _input, _spec
 from ._column import derivatives, grad_column
 from ._errors import PlanError
 from ._explain import Explanation, explain
+from ._folder import Folder
 from ._names import listing, nearest
+from ._store import to_parquet
 
 SHOWN = 10  # rows, where nothing is written
 
@@ -184,8 +185,11 @@ def write(frame: Any, out: Path, *, resume: bool = False, overwrite: bool = Fals
     folder = _folder(out)
     _make_way(out, folder, resume=resume, overwrite=overwrite)
     out.parent.mkdir(parents=True, exist_ok=True)
-    to_parquet(frame, folder.resolve(), resume=resume)
-    files = sorted(folder.glob("*.parquet"), key=_by_number)
+    try:
+        to_parquet(frame, folder, write_index=_indexed(frame))
+    except PlanError as error:
+        raise PlanError(f"{error} On this command line: --overwrite replaces {out}.") from None
+    files = sorted(folder.glob("*.parquet"))
     if as_csv:
         _join(files, out, index=_indexed(frame))
     return files
@@ -193,8 +197,10 @@ def write(frame: Any, out: Path, *, resume: bool = False, overwrite: bool = Fals
 
 def finish(out: Path) -> None:
     """Remove what lies beside a CSV file that is complete."""
+    folder = Folder(_folder(out))
     if _folder(out) != out:
-        shutil.rmtree(_folder(out))
+        shutil.rmtree(folder.path)
+        shutil.rmtree(folder.aside)
 
 
 def _folder(out: Path) -> Path:
@@ -222,15 +228,10 @@ def _make_way(out: Path, folder: Path, *, resume: bool, overwrite: bool) -> None
             others = [file.name for file in place.iterdir() if file.suffix not in (".parquet", ".pq")]
             if others:
                 raise PlanError(f"the folder {place} holds {others[0]}, which is no Parquet file, so it is not replaced")
-            shutil.rmtree(place)
+            with Folder(place).locked():
+                shutil.rmtree(place)
         elif place.exists():
             place.unlink()
-
-
-def _by_number(file: Path) -> tuple[int, str]:
-    """`part.10.parquet` after `part.9.parquet`."""
-    digits = re.findall(r"\d+", file.name)
-    return (int(digits[-1]) if digits else 0, file.name)
 
 
 def _join(files: Sequence[Path], out: Path, *, index: bool) -> None:
@@ -306,10 +307,6 @@ def summary(files: Sequence[Path], made: Sequence[str], out: Path, seconds: floa
 
 
 # --- what runs --------------------------------------------------------------------------------------------------------
-
-
-def to_parquet(frame: Any, folder: Path, *, resume: bool) -> None:
-    frame.to_parquet(folder, write_index=_indexed(frame), overwrite=False, compute_kwargs={})
 
 
 def _indexed(frame: Any) -> bool:

@@ -136,6 +136,7 @@ class Folder:
         Raises:
             StoreError: somebody else writes here.
         """
+        self.aside.mkdir(exist_ok=True)
         file = self._lock()
         try:
             yield

@@ -370,6 +370,35 @@ def test_what_is_there_is_replaced_only_if_asked() -> None:
     assert Path("mine/letter.txt").exists()
 
 
+def test_resume_makes_only_what_is_missing_and_refuses_another_function() -> None:
+    Path("many").mkdir()
+    for number in range(3):
+        read("book.parquet").iloc[2 * number : 2 * number + 2].to_parquet(f"many/{number}.parquet", index=False)
+    call = ["grad", "many", "model.py:power", "--wrt", "x", "--out"]
+    done(*call, "o.parquet")
+    whole = {file.name: file.read_bytes() for file in Path("o.parquet").iterdir()}
+    gone = sorted(whole)[1]
+    Path("o.parquet", gone).unlink()
+    times = {file.name: file.stat().st_mtime_ns for file in Path("o.parquet").iterdir()}
+    done(*call, "o.parquet", "--resume")
+    assert {file.name: file.read_bytes() for file in Path("o.parquet").iterdir()} == whole
+    assert all(Path("o.parquet", name).stat().st_mtime_ns == time for name, time in times.items())
+    line = failed(2, *call, "o.parquet", "--resume", "--derivative", "dy=y")
+    assert "another result: they hold power: 'x', and what is asked for is power: 'd_x', 'dy'" in line
+    assert "--overwrite replaces o.parquet" in line
+    done(*call, "o.parquet", "--overwrite", "--derivative", "dy=y")
+    assert "dy" in read("o.parquet")
+
+
+def test_a_csv_file_is_continued_and_leaves_nothing_beside_it() -> None:
+    call = ["grad", "book.parquet", "model.py:strict", "--wrt", "x", "--out", "o.csv"]
+    failed(1, *call)
+    beside = {path.name for path in Path().iterdir() if path.name.startswith("o.csv")}
+    assert beside == {"o.csv.parts", "o.csv.parts.daskgrad"}
+    done(*call, "--resume", "--on-error", "null", "--overwrite")
+    assert [path.name for path in Path().iterdir() if path.name.startswith("o.csv")] == ["o.csv"]
+
+
 def test_a_row_that_fails_is_named_in_one_line_and_its_traceback_is_for_debug() -> None:
     call = ["grad", "book.csv", "model.py:strict", "--wrt", "x", "--out", "o.csv"]
     line = failed(1, *call)
