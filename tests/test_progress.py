@@ -200,8 +200,8 @@ def test_it_moves_inside_a_long_partition() -> None:
 
 
 @pytest.mark.cluster
-def test_it_moves_inside_a_long_partition_of_a_cluster(client: Any) -> None:
-    """The same from a worker, whose records come a few times a second."""
+def test_case_c17_rows_grow_within_one_long_partition_also_where_the_output_is_no_terminal(client: Any) -> None:
+    """A worker's records come a few times a second, and lines are written while the part runs."""
 
     def slow(x: torch.Tensor) -> torch.Tensor:
         import time
@@ -209,12 +209,17 @@ def test_it_moves_inside_a_long_partition_of_a_cluster(client: Any) -> None:
         time.sleep(0.02)
         return x**2
 
+    written = io.StringIO()
     seen: set[int] = set()
-    with watched() as progress:
-        future = client.compute(dg.grad_column(dd.from_pandas(frame(100), npartitions=1), slow, engine="loop"))
+    with dg.progress(file=written) as progress:
+        future = client.compute(dg.grad_column(dd.from_pandas(frame(200), npartitions=1), slow, engine="loop"))
         wait_until(lambda: seen.add(progress.lines()["slow"].rows if progress.lines() else 0) or future.done(), "the part is done")
-    assert len(seen - {0, 100}) >= 2
-    assert done(progress, "slow") == (100, 100, 1, 1, 0)
+    assert len(seen - {0, 200}) >= 2
+    assert done(progress, "slow") == (200, 200, 1, 1, 0)
+    rows = [int(re.findall(r"([\d,]+) of 200 rows", line)[0]) for line in written.getvalue().splitlines()]
+    assert rows == sorted(set(rows))
+    assert len(rows) >= 2
+    assert rows[-1] == 200
 
 
 @pytest.mark.cluster
