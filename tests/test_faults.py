@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import dask
+import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
@@ -125,6 +126,17 @@ def test_a_worker_over_its_memory_limit() -> None:
         with pytest.raises(KilledWorker, match=r"grad-allocate-.* on 1 different workers"):
             client.compute(dg.grad_column(frame(5), allocate)).result(timeout=LIMIT)
         assert_squares(client.compute(dg.grad_column(frame(3), allocate)).result(timeout=LIMIT))
+
+
+def test_case_c14_a_long_partition_in_little_memory() -> None:
+    """A million rows in one partition and a gigabyte: done, and the next one too, by the same worker process."""
+    table = dd.from_map(lambda rows: pd.DataFrame({"x": np.arange(rows)}), [1e6], meta=pd.DataFrame({"x": [0.0]}))
+    with dg.local_client(n_workers=1, memory_limit="1 GB", dashboard_port=None, silence_logs=60) as client:
+        before = client.run(os.getpid)
+        for factor in (2.0, 3.0):
+            column = dg.grad_column(table, lambda x, factor=factor: factor * x**2, wrt="x")
+            assert column.sum().compute() == pytest.approx(2 * factor * (1e6 * (1e6 - 1) / 2), rel=1e-12)
+        assert client.run(os.getpid) == before
 
 
 def test_a_worker_that_is_stopped() -> None:

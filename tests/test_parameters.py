@@ -1020,8 +1020,8 @@ def test_the_model_is_as_it_was(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_four_threads_and_forty_parts_twenty_times(engine: str) -> None:
-    """a08."""
+def test_case_a08_four_threads_and_forty_parts_twenty_times(engine: str) -> None:
+    """Equal to the synchronous result each time; the parameters stay as they are."""
     frame, model = table(4, rows=400), seeded(_mixed)
     before = snapshot(model)
     column = dg.grad_column(in_equal_parts(frame, 40), mixed_loss, wrt=dg.norm("model"), shared={"model": model}, engine=engine)
@@ -1137,8 +1137,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, repr(float(no
 
 
 @pytest.mark.slow
-def test_the_matrix_of_rows_by_parameters_never_exists() -> None:
-    """b35, b20: formed in float32 it is 40 GB; all sizes of batches agree."""
+def test_case_b35_the_matrix_of_rows_by_parameters_never_exists() -> None:
+    """Also b20: formed in float32 it is 40 GB; all sizes of batches agree."""
 
     def peak(rows: int, size: int | None) -> tuple[float, float]:
         done = subprocess.run([sys.executable, "-c", _PEAK, str(rows), str(size)], capture_output=True, text=True, check=True, timeout=300)
