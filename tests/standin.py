@@ -42,6 +42,7 @@ class Doubler:
     shared: dict[str, Any] = field(default_factory=dict)
     watch: str = ""
     options: Options = field(default_factory=Options)
+    states: int = 1
 
     def only(self, labels: Iterable[Hashable]) -> Doubler:
         kept = {label: self.outputs[label] for label in labels}
