@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ._cluster import Hold
 
 _log = logging.getLogger("daskgrad")
-LAST_NEWS = 1.0  # seconds without news of a cluster after which the end no longer waits for them
+LAST_NEWS = 2.0  # seconds without news of a cluster after which the end no longer waits for them
 
 
 class progress:  # noqa: N801  # a verb that is used in a `with`
