@@ -304,7 +304,7 @@ def run_part(part: Any, parcel: bytes | Blob, choice: bytes | None, partition_in
     number = partition_info["number"] if partition_info else None
     try:
         plan = _ship.unpack(parcel)
-        labels, rows = (None, None) if choice is None else pickle.loads(choice)
+        labels, rows = told_to_part(choice)
         if labels is not None:
             plan = plan.only(labels)
         part, call = _as_pandas(plan, part), _ship.identity(parcel)
@@ -330,6 +330,12 @@ def _survived(title: str, partition: int | None) -> contextlib.AbstractContextMa
     if worker is not None:
         return _crash.watched(worker, str(worker.get_current_task()), title, partition)
     return _crash.told() if multiprocessing.parent_process() is not None else contextlib.nullcontext()
+
+
+def told_to_part(choice: bytes | None) -> tuple[tuple[Hashable, ...] | None, int | None]:
+    """The labels of the columns that are wanted, None for all; and the rows of all partitions, None where they are not known."""
+    found: tuple[tuple[Hashable, ...] | None, int | None] = (None, None) if choice is None else pickle.loads(choice)
+    return found
 
 
 def _as_pandas(plan: Plan, part: Any) -> pd.DataFrame | pd.Series:

@@ -19,7 +19,7 @@ from dask._task_spec import Alias, DataNode, GraphNode, Task, TaskRef, convert_l
 from dask.core import toposort
 from dask.typing import Key
 
-from . import _ship
+from . import _dask, _ship
 from ._blob import Blob, plan_key
 from ._fingerprint import Fingerprint, Unstable
 from ._names import function_name
@@ -216,8 +216,11 @@ def _content(node: Any) -> Any:
         return "value", node.value
     kwargs = dict(node.kwargs or {})
     info = kwargs.pop("partition_info", None)
-    told = None if info is None or any(isinstance(arg, Task) and _is_shim(arg) for arg in node.args) else _Number(info)
+    ours = any(isinstance(arg, Task) and _is_shim(arg) for arg in node.args)
+    told = None if info is None or ours else _Number(info)
     func, args = node.func, list(node.args)
+    if ours:
+        args = [_dask.told_to_part(arg)[0] if isinstance(arg, bytes) else arg for arg in args]  # without what is for watchers alone
     if _is_parquet_reader(func):
         func, args = _reader(func), []
     if any(_fragments(arg) for arg in args):

@@ -679,3 +679,21 @@ def test_verify_takes_the_data_where_it_was_too_much_to_keep(tmp_path: Path, mon
     assert dg.verify(tmp_path / "out", data=slopes(table())).rows == 20
     with pytest.raises(dg.PlanError, match=r"5 of 5 parts .* are another result"):
         dg.verify(tmp_path / "out", data=slopes(table(), wrt="k"))
+
+
+def test_whether_anybody_watches_is_no_part_of_what_is_made(tmp_path: Path) -> None:
+    """A run under `progress` is continued by one without, and the other way round; rows of to_parquet are seen."""
+    import io
+
+    def made() -> Any:
+        frame = dd.from_pandas(pd.DataFrame({"x": [1.0, 2.0, 3.0, 4.0]}), npartitions=2)
+        return frame.assign(slope=dg.grad_column(frame, lambda x: x**2))
+
+    with dg.progress(file=io.StringIO()) as progress:
+        first = dg.to_parquet(made(), tmp_path / "out", scheduler="synchronous")
+    assert (first.written, progress.lines()["lambda"].rows) == (2, 4)
+    assert dg.to_parquet(made(), tmp_path / "out", scheduler="synchronous").kept == 2
+    (tmp_path / "out" / sorted(file.name for file in (tmp_path / "out").iterdir())[0]).unlink()
+    with dg.progress(file=io.StringIO()):
+        again = dg.to_parquet(made(), tmp_path / "out", scheduler="synchronous")
+    assert (again.written, again.kept) == (1, 1)
