@@ -22,11 +22,13 @@ class Arm:
         name: what the table calls it.
         rows: how many rows one run does; slow ways get fewer, and all are compared by rows/s.
         run: does it once, on data that is ready; what it returns goes to the workload's `check`.
+        before: is called before each run, and not timed.
     """
 
     name: str
     rows: int
     run: Callable[[], Any]
+    before: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -143,10 +145,12 @@ def measure(workload: Workload) -> list[Measured]:
 def timed(workload: Workload) -> list[Measured]:
     """Check every arm's result once (which warms it up, too), then time all of them in turns."""
     for arm in workload.arms:
+        arm.before()
         workload.check(arm.name, arm.run())
     seconds: dict[str, list[float]] = {arm.name: [] for arm in workload.arms}
     for number in range(workload.repeats):
         for arm in rotated(workload.arms, number):
+            arm.before()
             started = time.perf_counter()
             result = arm.run()
             seconds[arm.name].append(time.perf_counter() - started)

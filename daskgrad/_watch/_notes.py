@@ -1,12 +1,13 @@
 """What is seen of one part's results, for the gradient page: magnitudes, what is not finite, what failed.
 
 Counts of what is not finite, and magnitudes, come from the batches that are looked at: as many as fit into a small share of the
-part's own time, and the first ones always. How many rows that were is told with them.
+thread's time. How many rows that were is told with them.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Hashable, Sequence
 from typing import Any, Final
@@ -20,9 +21,9 @@ from ._history import BINS, LOWEST, PER_DECADE
 SAMPLE: Final = 512  # values of a batch whose magnitude is taken
 COLUMNS: Final = 24  # of results that are looked at
 TROUBLE: Final = 5  # of a part that are told one by one
-ALWAYS: Final = 0.0003  # seconds that either kind of look may take in any part
-FINITE: Final = 0.004  # of the part's time that looks for what is not finite may take
-MAGNITUDES: Final = 0.003  # and looks at magnitudes
+FINITE: Final = 0.003  # of a thread's time that looks for what is not finite may take
+MAGNITUDES: Final = 0.002  # and looks at magnitudes
+SAVED: Final = 0.005  # seconds of either that a thread may have saved up, and begins with
 
 
 class Notes:
@@ -37,7 +38,8 @@ class Notes:
     def __init__(self, index: pd.Index, partition: int | None, reports: Sequence[Any]) -> None:
         self._index, self._partition, self._reports = index, partition, reports
         self._began = time.perf_counter()
-        self._finite, self._magnitudes = _Budget(FINITE), _Budget(MAGNITUDES)
+        self._finite, self._magnitudes = _budgets.finite, _budgets.magnitudes
+        self.settle()
         self._columns: dict[str, _Column] = {}
         self._bad: NDArray[np.bool_] | None = None  # (rows,) something is not finite
         self._bad_rows, self._failed = 0, 0
@@ -69,9 +71,8 @@ class Notes:
 
     def settle(self) -> None:
         """A batch is over, all its columns put: whether the next is looked at."""
-        seconds = time.perf_counter() - self._began
-        self._finite.settle(seconds)
-        self._magnitudes.settle(seconds)
+        self._finite.settle()
+        self._magnitudes.settle()
 
     def _not_finite(self, name: str, column: _Column, rows: NDArray[np.intp] | slice, values: NDArray[Any]) -> None:
         bad = ~np.isfinite(values).reshape(len(values), -1).all(axis=1)  # (k,)
@@ -120,24 +121,36 @@ class Notes:
 
 
 class _Budget:
-    """Time of the part's thread that may be spent on something.
+    """Processor time of a thread that may be spent on something: a share of the time that passes.
 
     Attributes:
-        open: whether there is some left, for the batch that comes.
+        open: whether some is left, for the batch that comes.
     """
 
     def __init__(self, share: float) -> None:
         self.open = True
-        self._share, self._spent, self._started = share, 0.0, 0.0
+        self._share, self._left = share, SAVED
+        self._settled, self._started = time.perf_counter(), 0.0
 
-    def settle(self, seconds: float) -> None:
-        self.open = self._spent <= ALWAYS + self._share * seconds
+    def settle(self) -> None:
+        now = time.perf_counter()
+        self._left = min(SAVED, self._left + self._share * (now - self._settled))
+        self._settled = now
+        self.open = self._left > 0
 
     def __enter__(self) -> None:
         self._started = time.thread_time()
 
     def __exit__(self, *error: object) -> None:
-        self._spent += time.thread_time() - self._started
+        self._left -= time.thread_time() - self._started
+
+
+class _Budgets(threading.local):
+    def __init__(self) -> None:
+        self.finite, self.magnitudes = _Budget(FINITE), _Budget(MAGNITUDES)
+
+
+_budgets = _Budgets()
 
 
 class _Column:
