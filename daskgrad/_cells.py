@@ -24,6 +24,7 @@ from pandas.api.extensions import ExtensionArray, ExtensionDtype
 
 from ._dtypes import DType, is_list, is_tensor, numpy_dtype, role, too_wide, unsupported
 from ._errors import GraphError
+from ._names import shown
 
 Array: TypeAlias = NDArray[Any]
 Rows: TypeAlias = slice | NDArray[np.intp]
@@ -152,6 +153,11 @@ def python_value(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) and value.dtype.kind in "biufcUS" else value
 
 
+def shown_label(label: Any) -> str:
+    """A row's label as messages show it: as its user wrote it, also in a MultiIndex, and also where its own repr fails."""
+    return shown(tuple(map(python_value, label)) if type(label) is tuple else python_value(label))
+
+
 def _or_none(missing: NDArray[np.bool_]) -> NDArray[np.bool_] | None:
     return missing if missing.any() else None
 
@@ -175,7 +181,7 @@ def _below_2_63(values: Array, series: pd.Series, row_of: Callable[[int], int | 
 
 
 def _unreadable(series: pd.Series, row: int, reason: str) -> ValueError:
-    return ValueError(f"column {series.name!r}, row {series.index[row]!r}: {reason}")
+    return ValueError(f"column {series.name!r}, row {shown_label(series.index[row])}: {reason}")
 
 
 # ---------------------------------------------------------------- one number a cell
@@ -440,7 +446,7 @@ def _normalise(series: pd.Series, items: Array, nature: NDArray[np.int8]) -> Arr
             items[row], nature[row] = _as_item(items[row])
         except _CarriesGraphError as reason:
             label = series.index[row]
-            raise GraphError(f"column {series.name!r}, row {label!r}: {reason}", label=label) from None
+            raise GraphError(f"column {series.name!r}, row {shown_label(label)}: {reason}", label=label) from None
         except _CellError as reason:
             raise _unreadable(series, row, str(reason)) from None
     return items

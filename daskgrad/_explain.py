@@ -14,11 +14,11 @@ import pandas as pd
 
 from . import _dask
 from ._binding import Input
-from ._cells import StaticKind, python_value
+from ._cells import StaticKind, shown_label
 from ._column import plan_of
 from ._derivative import Aux, Derivative, Dot, Norm, Order, Problem, Project, Total, arguments_of, spelled
 from ._errors import DaskgradError
-from ._names import function_name
+from ._names import function_name, said
 from ._plan import Plan
 from ._sample import few_rows
 
@@ -184,12 +184,8 @@ def _seen(plan: Plan, part: pd.DataFrame | pd.Series, looked: str) -> list[tuple
         lines += _compiling(trial, part, max(report.seconds for report in reports))
     if result.failures:
         row, error = min(result.failures.items())
-        lines.append(
-            (
-                "fails",
-                f"{len(result.failures)} of the rows looked at; row {python_value(part.index[row])!r}: {type(error).__name__}: {error}",
-            )
-        )
+        first = f"row {shown_label(part.index[row])}: {type(error).__name__}: {said(error)}"
+        lines.append(("fails", f"{len(result.failures)} of the rows looked at; {first}"))
     return [("Runs", lines), ("Derivatives", _modes(plan, reports))]
 
 

@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from . import _ship, _task
+from ._cells import shown_label
 from ._errors import RowError, StoreError
 from ._task import Order, Outcome, Subgraph
 
@@ -196,7 +197,7 @@ def _named(ended: Ended, order: Order, rows: int, found: list[tuple[int, int]], 
         )
     first, values = labels[0]
     told = [
-        f"row {label!r}" if stop - start == 1 else f"rows {start} to {stop - 1} together"
+        f"row {shown_label(label)}" if stop - start == 1 else f"rows {start} to {stop - 1} together"
         for (start, stop), (label, _) in zip(found, labels, strict=False)
     ]
     more = " (and maybe others)" if len(found) > _MOST or ended.late else ""

@@ -10,7 +10,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from ._captured import modules
-from ._cells import python_value
+from ._cells import python_value, shown_label
 from ._columns import ColumnBuilder
 from ._derivative import Aux, Derivative, Problem, Total, arguments_of
 from ._errors import DaskgradError, GraphError, PlanError, RowError, UsersOwn
@@ -170,7 +170,7 @@ class Result:
         cause = self.failures[row]
         label = self.part.index[row]
         values = self._values(row)
-        where = f"row {label!r}" + ("" if self.partition is None else f" of partition {self.partition}")
+        where = f"row {shown_label(label)}" + ("" if self.partition is None else f" of partition {self.partition}")
         arguments = ", ".join(f"{name}={_short(value)}" for name, value in values.items())
         cut = isinstance(cause, GraphError)
         call = f"{function_name(self.plan.fn)}({arguments})"

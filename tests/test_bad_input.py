@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pytest
 import torch
 from compare import partitioned
 from counting import tried
@@ -492,3 +493,27 @@ def test_any_function(fn: Any, values: list[float], options: dict[str, Any], par
     else:
         assert options.get("on_error") == "null"
         assert got.isna().all()
+
+
+class Unshowable:
+    """A label that has no repr."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+
+def picky(x: torch.Tensor) -> torch.Tensor:
+    if x < 0:
+        raise ValueError("below zero")
+    return x**2
+
+
+@pytest.mark.parametrize(
+    ("index", "text"),
+    [([10, 20], "row 20"), ([(1, "a"), (2, "b")], r"row \(2, 'b'\)"), ([Unshowable(), Unshowable()], "row <Unshowable whose repr fails")],
+    ids=["numbers", "tuples", "no repr"],
+)
+def test_a_row_is_named_by_its_label_as_its_user_wrote_it(index: list[Any], text: str) -> None:
+    labels = pd.MultiIndex.from_tuples(index) if isinstance(index[0], tuple) else pd.Index(index)
+    with pytest.raises(dg.RowError, match=text):
+        dg.grad_column(pd.DataFrame({"x": [1.0, -1.0]}, index=labels), picky)
