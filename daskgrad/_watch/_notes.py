@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any, Final
 
@@ -16,11 +17,14 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from daskgrad._cells import shown_label
+from daskgrad._names import said
+
 from ._history import BINS, LOWEST, PER_DECADE
 
 SAMPLE: Final = 512  # values of a batch whose magnitude is taken
 COLUMNS: Final = 24  # of results that are looked at
-TROUBLE: Final = 5  # of a part that are told one by one
+TROUBLE: Final = 5  # rows of a part, of each kind of trouble, that are told one by one
 FINITE: Final = 0.003  # of a thread's time that looks for what is not finite may take
 MAGNITUDES: Final = 0.002  # and looks at magnitudes
 SAVED: Final = 0.005  # seconds of either that a thread may have saved up, and begins with
@@ -43,6 +47,7 @@ class Notes:
         self._columns: dict[str, _Column] = {}
         self._bad: NDArray[np.bool_] | None = None  # (rows,) something is not finite
         self._bad_rows, self._failed = 0, 0
+        self._told: Counter[str] = Counter()
         self._trouble: list[list[str]] = []
 
     @property
@@ -54,12 +59,16 @@ class Notes:
         """A batch of one result column: `values` (k, *shape) of `rows`. `gradient`: its magnitudes are of interest."""
         if not (self._finite.open or self._magnitudes.open):
             return
-        name = str(label)
+        name = label if isinstance(label, str) else shown_label(label)
         column = self._columns.get(name)
         if column is None:
             if len(self._columns) >= COLUMNS:
                 return
             column = self._columns[name] = _Column()
+        with np.errstate(all="ignore"):  # who looks changes nothing, also where warnings are errors
+            self._look(name, column, rows, values, gradient)
+
+    def _look(self, name: str, column: _Column, rows: NDArray[np.intp] | slice, values: NDArray[Any], gradient: bool) -> None:
         if self._finite.open:
             with self._finite:
                 column.looked += len(values)
@@ -82,24 +91,28 @@ class Notes:
         if self._bad is None:
             self._bad = np.zeros(len(self._index), bool)
         where = np.arange(len(self._index))[rows][bad]
+        new = np.flatnonzero(~self._bad[where])  # a row is told once, not by each of its columns
+        if not len(new):
+            return
         self._bad[where] = True
-        self._bad_rows = int(self._bad.sum())
-        first = values[int(np.argmax(bad))].reshape(-1)
+        self._bad_rows += len(new)
+        first = values[bad][new[0]].reshape(-1)
         number = first[~np.isfinite(first)][0]
-        self._tell("not finite", int(where[0]), f"{name} is {number}")
+        self._tell("not finite", int(where[new[0]]), f"{name} is {number}")
 
     def fail(self, row: int, error: Exception) -> None:
         """A row has no result."""
         self._failed += 1
-        self._tell("failed", row, f"{type(error).__name__}: {error}")
+        self._tell("failed", row, _message(error))
 
     def broke(self, error: BaseException) -> None:
         """The whole part has no result."""
-        self._trouble.append(["failed", "", _short(f"{type(error).__name__}: {error}", 240)])
+        self._trouble.append(["failed", "", _short(_message(error), 240)])
 
     def _tell(self, kind: str, row: int, message: str) -> None:
-        if len(self._trouble) < TROUBLE:
-            self._trouble.append([kind, _short(repr(self._index[row]), 60), _short(message, 240)])
+        if self._told[kind] < TROUBLE:
+            self._told[kind] += 1
+            self._trouble.append([kind, _short(shown_label(self._index[row]), 60), _short(message, 240)])
 
     def record(self) -> dict[str, Any]:
         """What is known now, of plain types."""
@@ -171,6 +184,10 @@ class _Column:
         """Rows looked at, rows not finite, zeros among the sample, and the bins that are not empty with their counts."""
         filled = np.flatnonzero(self._bins)
         return [self.looked, self.bad, self.zeros, filled.tolist(), self._bins[filled].tolist()]
+
+
+def _message(error: BaseException) -> str:
+    return f"{type(error).__name__}: {said(error)}"
 
 
 def _short(text: str, most: int) -> str:
