@@ -89,7 +89,7 @@ class Cluster:
     folder: Path
     security: Mapping[str, str]  # command line options, by program or for both
     settings: Mapping[str, str]
-    dashboard: bool = False
+    dashboard: bool | str = False
     address: str = ""
     scheduler: subprocess.Popen[bytes] = field(init=False)
     workers: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -100,6 +100,7 @@ class Cluster:
         number = len(list(self.folder.glob("scheduler*.json")))
         file = self.folder / f"scheduler{number}.json"
         pages = ["--dashboard-address", f"{LOOPBACK}:0"] if self.dashboard else ["--no-dashboard"]
+        pages += ["--dashboard-prefix", self.dashboard] if isinstance(self.dashboard, str) else []
         options = ["--port", "0", *pages, "--scheduler-file", str(file), *self._security("scheduler")]
         self.scheduler = self._program(f"scheduler{number}", ["scheduler", *options], env)
         wait_until(lambda: file.exists() and file.read_text().endswith("}"), "the scheduler's address")
@@ -140,7 +141,7 @@ def programs(
     scheduler: Mapping[str, str] | None = None,
     security: Mapping[str, str] | None = None,
     config: Mapping[str, Any] | None = None,
-    dashboard: bool = False,
+    dashboard: bool | str = False,
 ) -> Iterator[Cluster]:
     """A scheduler and its workers.
 
@@ -150,7 +151,7 @@ def programs(
         scheduler: the scheduler's environment.
         security: what `certificates` returns; None: no TLS.
         config: Dask's configuration for all of them.
-        dashboard: the scheduler has one.
+        dashboard: the scheduler has one; a text: with this prefix to its pages.
     """
     settings = {f"DASK_{key.upper().replace('.', '__').replace('-', '_')}": str(value) for key, value in (config or {}).items()}
     cluster = Cluster(folder, security or {}, settings, dashboard)

@@ -49,18 +49,22 @@ class Page:
         self._pages.remove(NAME)
         for view in list(self._views):
             view.close()
-        self._scheduler.loop.call_later(2 * PERIOD / 1000, self._stop)
+        self._scheduler.loop.call_later(2 * PERIOD / 1000, self._leave)
+
+    def _leave(self) -> None:
+        """Serve it no more: first of all nobody new, for a browser whose connection ends tries to have another at once."""
+        applications = self._scheduler.http_application.applications
+        if self._app in applications:  # the scheduler has not stopped it itself
+            applications.remove(self._app)
+            for client in list(self._app._clients):
+                client._socket.close(1000, "the page has been taken away")
+            self._stop()
 
     def _stop(self) -> None:
-        """Take away what serves it, once nobody has it open: Bokeh complains of open connections."""
-        for client in list(self._app._clients):
-            client._socket.close(1000, "the page has been taken away")
+        """Once all connections have ended: Bokeh complains of open ones."""
         if self._app._clients:
-            self._scheduler.loop.call_later(1, self._stop)
-            return
-        applications = self._scheduler.http_application.applications
-        if self._app in applications:
-            applications.remove(self._app)
+            self._scheduler.loop.call_later(0.2, self._stop)
+        else:
             self._app.stop()
 
     def _document(self, scheduler: Any, extra: dict[str, Any], doc: Any) -> None:
