@@ -1,7 +1,7 @@
 """What is seen of one part's results, for the gradient page: magnitudes, what is not finite, what failed.
 
 Counts of what is not finite, and magnitudes, come from the batches that are looked at: as many as fit into a small share of the
-thread's time. How many rows that were is told with them.
+thread's processor time. How many rows that were is told with them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ._history import BINS, LOWEST, PER_DECADE
 SAMPLE: Final = 512  # values of a batch whose magnitude is taken
 COLUMNS: Final = 24  # of results that are looked at
 TROUBLE: Final = 5  # rows of a part, of each kind of trouble, that are told one by one
-FINITE: Final = 0.003  # of a thread's time that looks for what is not finite may take
-MAGNITUDES: Final = 0.002  # and looks at magnitudes
+FINITE: Final = 0.002  # of a thread's processor time that looks for what is not finite may take
+MAGNITUDES: Final = 0.0015  # and looks at magnitudes
 SAVED: Final = 0.005  # seconds of either that a thread may have saved up, and begins with
 
 
@@ -80,8 +80,9 @@ class Notes:
 
     def settle(self) -> None:
         """A batch is over, all its columns put: whether the next is looked at."""
-        self._finite.settle()
-        self._magnitudes.settle()
+        now = time.thread_time()
+        self._finite.settle(now)
+        self._magnitudes.settle(now)
 
     def _not_finite(self, name: str, column: _Column, rows: NDArray[np.intp] | slice, values: NDArray[Any]) -> None:
         bad = ~np.isfinite(values).reshape(len(values), -1).all(axis=1)  # (k,)
@@ -134,7 +135,7 @@ class Notes:
 
 
 class _Budget:
-    """Processor time of a thread that may be spent on something: a share of the time that passes.
+    """Processor time of a thread that may be spent on something: a share of all that it uses.
 
     Attributes:
         open: whether some is left, for the batch that comes.
@@ -143,10 +144,10 @@ class _Budget:
     def __init__(self, share: float) -> None:
         self.open = True
         self._share, self._left = share, SAVED
-        self._settled, self._started = time.perf_counter(), 0.0
+        self._settled, self._started = time.thread_time(), 0.0
 
-    def settle(self) -> None:
-        now = time.perf_counter()
+    def settle(self, now: float) -> None:
+        """`now`: of the thread's own clock."""
         self._left = min(SAVED, self._left + self._share * (now - self._settled))
         self._settled = now
         self.open = self._left > 0
