@@ -25,6 +25,7 @@ from . import _ship, _task
 from ._cells import shown_label
 from ._errors import RowError, StoreError
 from ._task import Order, Outcome, Subgraph
+from ._watch._reporter import FILES
 
 _START = 120.0  # seconds for a child to import daskgrad and torch
 _IDLE = 20.0  # seconds without work after which a child ends
@@ -291,6 +292,7 @@ def _serve(connection: Connection) -> None:
             path, work = details
             answer: Any = _make(connection, path, work, None)
         elif kind == "hold":
+            os.environ.pop(FILES, None)  # what is tried here is no progress
             found = _make(connection, *details)
             assert isinstance(found, _Held)
             held = found

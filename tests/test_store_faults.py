@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -120,6 +121,17 @@ def test_a_row_that_kills_its_process_and_one_that_never_ends_are_named_and_all_
     assert (never.label, never.partition) == ("label23", 2)
     assert "did not end within 4 s" in str(never)
     assert sorted(pd.read_parquet(tmp_path / "out").row) == [*range(10, 20), *range(30, 40)]
+
+
+def test_rows_that_are_tried_to_find_the_one_that_kills_are_no_progress(tmp_path: Path) -> None:
+    frame = dd.from_pandas(pd.DataFrame({"x": 1.0, "row": range(20)}), npartitions=2)
+    frame = frame.assign(slope=dg.grad_column(frame, killer, "x", engine="loop"))
+    with dg.progress(file=io.StringIO()) as progress:
+        written = dg.to_parquet(frame, tmp_path / "out", isolate=True, on_failure="report", scheduler="synchronous")
+    assert (written.written, list(written.failures)) == (1, [0])
+    line = progress.lines()["killer"]
+    assert (line.parts, line.all) == (1, 2)
+    assert 10 <= line.rows <= 17
 
 
 @pytest.mark.slow
