@@ -56,7 +56,7 @@ def workload(quick: bool) -> Workload:
         return error**2
 
     task = Task(model, loss, lambda out, y: (out[:, 0] - y) ** 2, torch.randn(rows, 100), torch.randn(rows))
-    best = {"BackPACK": 1024, "Opacus hooks": 64, "Opacus functorch": 64, "Opacus ghost": 1024, "vmap(grad)": 64}
+    best = {"BackPACK": 2048, "Opacus hooks": 64, "Opacus functorch": 64, "Opacus ghost": 2048, "vmap(grad)": 64}
     return norms("norm of the gradient by an MLP's parameters (100-256-256-1), float32, one thread", task, best, quick)
 
 
