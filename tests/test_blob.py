@@ -149,16 +149,16 @@ def test_case_c12_also_to_workers_that_restart_or_join_late(tmp_path: Path) -> N
         "dashboard_address": "127.0.0.1:0",
         "worker_dashboard_address": None,
     }
-    with dask.config.set(strict), LocalCluster(n_workers=2, silence_logs=50, **place) as local, Client(local) as client:
+    with dask.config.set(strict), LocalCluster(n_workers=1, silence_logs=50, **place) as local, Client(local) as client:
         made = column(model(tmp_path))
         assert on_each_worker(client, made)
         first = workers(client)
         for pid in first:
-            os.kill(pid, signal.SIGKILL)  # all of them: nobody is left to have it from
-        assert until(lambda: len(workers(client) - first) == 2)
+            os.kill(pid, signal.SIGKILL)  # nobody is left to have it from
+        assert until(lambda: len(workers(client) - first) == 1)
         assert on_each_worker(client, made)
-        local.scale(3)
-        client.wait_for_workers(3)
+        local.scale(2)
+        client.wait_for_workers(2)
         assert on_each_worker(client, made)
         assert opened(tmp_path) == dict.fromkeys(first | workers(client), 1)
 
