@@ -18,6 +18,7 @@ from typing import Any
 
 import dask
 import dask.bag as db
+import dask.dataframe as dd
 import numpy as np
 import oracle
 import pandas as pd
@@ -1150,6 +1151,40 @@ def test_case_b35_the_matrix_of_rows_by_parameters_never_exists() -> None:
     assert whole < 1000, f"{whole} MB more than at first"  # 40,000 MB
     sums = [peak(500, size)[1] for size in (1, 3, None)]
     np.testing.assert_allclose(sums, sums[0], rtol=1e-5)
+
+
+def _highest(reset: bool) -> int:
+    """The most memory of this process since the last reset, in bytes (Linux)."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    (line,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(line) * 1024
+
+
+def _rows_of_ones(part: int, rows: int) -> pd.DataFrame:
+    return pd.DataFrame(np.full((rows, 100), 1.0 + part, np.float32), columns=[f"f{k}" for k in range(100)])
+
+
+@pytest.mark.cluster
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells the peak")
+def test_case_b35_a_worker_never_holds_rows_by_parameters(client: Any) -> None:
+    """300 rows by a million parameters in each of two parts are 1.2 GB in float32; 100,000 rows are in ci/bench norms_memory."""
+
+    def squared(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(x) ** 2).sum()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(100, 3000), nn.Tanh(), nn.Linear(3000, 230))
+    frame = dd.from_map(_rows_of_ones, range(2), rows=300, meta=_rows_of_ones(0, 1))
+    column = dg.grad_column(frame, squared, wrt=dg.norm("model"), shared={"model": model}, inputs={"x": list(frame.columns)})
+    before = client.run(_highest, True)
+    norms = column.compute()
+    peaks = client.run(_highest, False)
+    assert max(peaks[worker] - before[worker] for worker in peaks) < 400e6
+    for part, norm in enumerate(norms[:: len(norms) // 2]):
+        row = {"x": np.full(100, 1.0 + part, np.float32)}
+        gradient = formed([row], squared, {"model": model}, torch.float32)[0]
+        assert float(_norm(gradient)) == pytest.approx(norm, rel=1e-4)
 
 
 _FAULTS = """
