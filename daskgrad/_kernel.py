@@ -42,8 +42,12 @@ MOST = 262_144
 meet too often; with more nothing is gained, and temporaries leave the cache."""
 BUDGET = 128 * 2**20
 """Bytes that the results of one batch's torch calls may hold; the backward pass needs about as much again."""
-BUDGET_BY_PARAMETERS = 16 * 2**20
-"""The same where layers are differentiated by: their products are large enough to be efficient with few rows, and stay in the cache."""
+BUDGET_BY_PARAMETERS = 32 * 2**20
+"""The same where layers are differentiated by: their products are large enough to be efficient with few rows.
+
+Measured on an MLP, a CNN and a transformer block: 5 to 10 % faster than with half of it. With twice as much the C library does not keep the
+memory for the next batch.
+"""
 CHUNKS = 16
 """Chunks of a compiled kernel whose columns are fetched together."""
 STOP_BISECTING = 16

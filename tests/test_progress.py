@@ -49,13 +49,14 @@ def frame(rows: int) -> pd.DataFrame:
 
 
 @pytest.fixture(autouse=True)
-def leaves_nothing() -> Iterator[None]:
+def leaves_nothing(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """After each test no thread, file, variable, callback or watcher of progress is left."""
-    before = set(Path(tempfile.gettempdir()).glob("daskgrad-progress-*"))
+    folder = tmp_path_factory.mktemp("temporaries")  # of this test alone: others may compute on this machine
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield
     assert _reporter.FILES not in os.environ
     assert not _reporter.watching()
-    assert set(Path(tempfile.gettempdir()).glob("daskgrad-progress-*")) == before
+    assert not list(folder.glob("daskgrad-progress-*"))
     assert not [thread for thread in threading.enumerate() if thread.name == "daskgrad-progress"]
     assert not dask.callbacks.Callback.active
 
