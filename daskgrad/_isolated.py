@@ -162,7 +162,8 @@ def _blame(ended: Ended, order: Order, work: bytes) -> RowError | StoreError:
         )
     with_input = Child()
     try:
-        rows = with_input.ask(("hold", sys.path, work, ended.call), order.timeout)
+        # What is read again came in time before, though in a process that was warm.
+        rows = with_input.ask(("hold", sys.path, work, ended.call), None if order.timeout is None else order.timeout + _START)
         limit = order.timeout if ended.late else None
         found = _rows(with_input, 0, rows, ended.late, limit, [])
         labels = with_input.ask(("labels", found[: _MOST + 1]), None)

@@ -155,7 +155,7 @@ def run_script(script: Path, *arguments: str) -> subprocess.CompletedProcess[str
         [sys.executable, str(script), *arguments],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
         check=False,
         cwd=script.parent,
         env={**os.environ, "PYTHONPATH": path},

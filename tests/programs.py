@@ -26,7 +26,7 @@ import daskgrad as dg
 
 LOOPBACK = "127.0.0.1"
 HOUSE = Path(dg.__file__).resolve().parent
-PATIENCE = 60.0  # seconds; what takes longer hangs
+PATIENCE = 180.0  # seconds; what takes longer hangs
 
 _NONE_AT_ALL = """
 import importlib.abc, sys
@@ -180,7 +180,7 @@ def first_byte(address: str, context: ssl.SSLContext) -> bytes:
     """What a Dask server says first to a client that comes with this context."""
     where = urlsplit(address)
     with (
-        socket.create_connection((where.hostname, where.port), timeout=20) as plain,
+        socket.create_connection((where.hostname, where.port), timeout=60) as plain,
         context.wrap_socket(plain) as encrypted,
     ):
         return encrypted.recv(1)

@@ -98,7 +98,7 @@ def plugins(client: Any) -> list[list[str]]:
     return list(found.values())
 
 
-def until(true: Callable[[], bool], seconds: float = 10) -> bool:
+def until(true: Callable[[], bool], seconds: float = 120) -> bool:
     end = time.monotonic() + seconds
     while not true() and time.monotonic() < end:
         time.sleep(0.05)

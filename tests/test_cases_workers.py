@@ -361,7 +361,7 @@ def test_a_missing_user_module_is_a_sentence_and_no_worker_is_lost(client: Any, 
     before = set(client.scheduler_info()["workers"])
     lazy = in_equal_parts(pd.DataFrame({"x": [1.0, 2.0]}), 2)
     with pytest.raises(Exception, match="only_here"):
-        client.compute(dg.grad_column(lazy, module.square)).result(timeout=60)
+        client.compute(dg.grad_column(lazy, module.square)).result(timeout=180)
     assert set(client.scheduler_info()["workers"]) == before
     assert_cells(list(dg.grad_column(lazy, raise_value).compute()), [2.0, 4.0])
 

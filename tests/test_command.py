@@ -414,7 +414,7 @@ def test_a_row_that_fails_is_named_in_one_line_and_its_traceback_is_for_debug() 
 def test_a_whole_process_prints_one_line_and_its_status(folder: Path) -> None:
     code = "if __name__ == '__main__': from daskgrad._cli import main; main()"
     call = [sys.executable, "-c", code, "grad", "book.csv", "model.py:strict", "--wrt", "x", "--out", "o.csv", "--workers", "1"]
-    ended = subprocess.run(call, capture_output=True, text=True, timeout=120, cwd=folder)
+    ended = subprocess.run(call, capture_output=True, text=True, timeout=600, cwd=folder)
     assert ended.returncode == 1
     assert ended.stdout == ""
     assert ended.stderr.splitlines()[-1].startswith("Error: strict(x=")

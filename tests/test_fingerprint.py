@@ -104,7 +104,7 @@ def told(folder: Path, seed: str, prelude: str = "") -> dict[str, str]:
     script = folder / f"program{seed}.py"
     script.write_text(prelude + PROGRAM)
     env = {**os.environ, "PYTHONHASHSEED": seed}
-    found = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=120)
+    found = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=600)
     assert found.returncode == 0, found.stderr
     return dict(line.split() for line in found.stdout.splitlines())
 

@@ -234,10 +234,10 @@ def test_behind_a_prefix_and_over_https(tmp_path: Path) -> None:
     trusted = ssl.create_default_context(cafile=files["ca"])
 
     def read(link: str) -> str:
-        with urlopen(link, timeout=20, context=trusted) as answer:
+        with urlopen(link, timeout=60, context=trusted) as answer:
             return str(answer.read().decode())
 
-    with programs(tmp_path, config=settings, dashboard="/user/joe/dask") as made, Client(made.address, timeout="30s") as client:
+    with programs(tmp_path, config=settings, dashboard="/user/joe/dask") as made, Client(made.address, timeout="180s") as client:
         with dg.monitor(client) as monitor:
             assert re.fullmatch(r"https://127\.0\.0\.1:\d+/user/joe/dask/gradients", monitor.link)
             assert 'href="gradients"' in read(monitor.link)
@@ -267,8 +267,8 @@ def test_on_a_cluster_of_separate_programs_and_gone_without_a_trace(tmp_path: Pa
         return x**2
 
     bare = without(tmp_path / "nothing", "daskgrad", "torch")
-    with programs(tmp_path, {"one": with_modules()}, scheduler=bare, dashboard=True) as made, Client(made.address, timeout="30s") as client:
-        client.wait_for_workers(1, timeout=60)
+    with programs(tmp_path, {"one": with_modules()}, scheduler=bare, dashboard=True) as made, Client(made.address, timeout="90s") as client:
+        client.wait_for_workers(1, timeout=180)
         before = client.run_on_scheduler(trace)
         with dg.monitor(client) as monitor:
             page = Shown(chrome, client, monitor)

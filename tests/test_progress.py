@@ -237,7 +237,7 @@ def test_a_part_that_is_run_again_counts_once() -> None:
         future = client.compute(dg.grad_column(dd.from_pandas(frame(400), npartitions=4), slow, engine="loop"))
         wait_until(lambda: progress.lines() and progress.lines()["slow"].rows > 20, "some rows are done")
         os.kill(next(iter(pids.values())), signal.SIGKILL)
-        future.result(timeout=60)
+        future.result(timeout=180)
     assert done(progress, "slow") == (400, 400, 4, 4, 0)
 
 
@@ -251,8 +251,8 @@ def test_a_scheduler_that_has_no_daskgrad(tmp_path: Path) -> None:
 
     workers = {"one": with_modules(), "two": with_modules()}
     bare = without(tmp_path / "nothing", "daskgrad", "torch")
-    with programs(tmp_path, workers, scheduler=bare) as made, Client(made.address, timeout="30s") as client:
-        client.wait_for_workers(2, timeout=60)
+    with programs(tmp_path, workers, scheduler=bare) as made, Client(made.address, timeout="180s") as client:
+        client.wait_for_workers(2, timeout=180)
         before = client.run_on_scheduler(trace)
         with watched() as progress:
             dg.grad_column(dd.from_pandas(frame(300), npartitions=6), square_here()).compute()
@@ -386,7 +386,7 @@ def test_one_display_in_a_notebook() -> None:
     """
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("\n".join(line[8:] for line in code.splitlines()))])
     environment = {**os.environ, "PYTHONPATH": str(Path(dg.__file__).parents[1])}
-    NotebookClient(notebook, timeout=120, kernel_name="python3").execute(env=environment)
+    NotebookClient(notebook, timeout=600, kernel_name="python3").execute(env=environment)
     (output,) = notebook.cells[0].outputs
     assert output["output_type"] == "display_data"
     shown = output["data"]["text/html"]

@@ -25,7 +25,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built in a process of its own, as `ci/reference` does."""
     folder = tmp_path_factory.mktemp("reference")
     built = [sys.executable, str(ROOT / "ci" / "build_reference.py"), str(folder)]
-    ended = subprocess.run(built, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(built, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr
     return folder
 
@@ -48,5 +48,5 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
     )
     (tmp_path / "b.html").write_text('<p id="there"><a href="#there">4</a><a href="c.html">5</a>')
     code = BROKEN.format(ci=str(ROOT / "ci"), folder=str(tmp_path))
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
     assert found.stdout.splitlines() == ["a.html: b.html#gone", "a.html: none.png", "b.html: c.html"]

@@ -37,7 +37,7 @@ def by_value(source: str, name: str, **names: Any) -> Any:
 
 
 def in_a_fresh_process(code: str, data: bytes) -> str:
-    done = subprocess.run([sys.executable, "-c", code], input=data, capture_output=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], input=data, capture_output=True, timeout=180)
     assert done.returncode == 0, done.stderr.decode()
     return done.stdout.decode()
 

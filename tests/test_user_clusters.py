@@ -29,7 +29,7 @@ pytestmark = pytest.mark.cluster
 
 FRAME = pd.DataFrame({"x": [1.0, 2.0, 3.0, 4.0], "y": [0.5, 0.25, 2.0, 1.0]}, index=list("opqr"))
 MODEL = torch.nn.Linear(1, 1).double()
-SHORT = 20  # seconds: "within seconds" on a busy machine; what hangs, hangs for ever
+SHORT = 90  # seconds: "within seconds" on a machine that is much too busy; what hangs, hangs for ever
 
 
 def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -66,8 +66,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def client(cluster: Cluster) -> Iterator[Client]:
-    with Client(cluster.address, timeout="30s") as client:
-        client.wait_for_workers(3, timeout=60)
+    with Client(cluster.address, timeout="180s") as client:
+        client.wait_for_workers(3, timeout=180)
         before = client.run(os.getpid)
         yield client
         assert client.run(os.getpid) == before, "a worker was lost or restarted"
@@ -156,8 +156,8 @@ def guarded(tmp_path_factory: pytest.TempPathFactory, files: dict[str, str]) -> 
 
 def test_it_works_over_tls_with_certificate_files(guarded: Cluster, files: dict[str, str]) -> None:
     assert guarded.address.startswith("tls://127.0.0.1:")
-    with Client(guarded.address, security=security(files), timeout="30s") as client:
-        client.wait_for_workers(1, timeout=60)
+    with Client(guarded.address, security=security(files), timeout="180s") as client:
+        client.wait_for_workers(1, timeout=180)
         (worker,) = client.scheduler_info()["workers"]
         assert worker.startswith("tls://127.0.0.1:")
         assert_cells(list(dg.grad_column(in_equal_parts(FRAME, 2), product, "x").compute()), [1.0, 1.0, 12.0, 8.0])
@@ -169,7 +169,7 @@ def test_it_works_over_tls_with_certificate_files(guarded: Cluster, files: dict[
 def test_without_a_certificate_nothing_is_submitted_or_read(guarded: Cluster, files: dict[str, str], tmp_path: Path) -> None:
     """Neither the scheduler, who is submitted to, nor a worker, who holds the data, talks to who has none of ours."""
     strange = certificates(tmp_path / "strange", "client")
-    with Client(guarded.address, security=security(files), timeout="30s") as client:
+    with Client(guarded.address, security=security(files), timeout="180s") as client:
         (worker,) = client.scheduler_info()["workers"]
         for address in (guarded.address, worker):
             assert first_byte(address, presenting(files["client"], files["client-key"]))
