@@ -161,6 +161,8 @@ class _Solver:
         seen: rows that have begun.
         own: the parameters of which each row has its own copy.
         walked: the paths of which batches have come to their end.
+        lost: what torch says of a row on its own, and no batch of it does better.
+        alone: what watched the row that was last tried on its own.
     """
 
     job: Job
@@ -177,6 +179,8 @@ class _Solver:
     seen: int = 0
     own: frozenset[str] = frozenset()
     walked: set[Answers] = field(default_factory=set)
+    lost: set[str] = field(default_factory=set)
+    alone: RowMode | None = None
 
     # --- the queue of paths
 
@@ -504,6 +508,8 @@ class _Solver:
                 raise
             except Exception as error:
                 odd += 1
+                if self._well_in_a_batch(int(row), error):
+                    continue
                 self.sink.fail(int(row), error)
                 if not len(self.sink.wanted(rows[k + 1 :])):
                     break
@@ -517,13 +523,43 @@ class _Solver:
         self.job.report.looped += len(done)
         return odd
 
+    def _well_in_a_batch(self, row: int, error: Exception) -> bool:
+        """Whether `row`, at which torch raised `error` on its own, has a result in a batch of one.
+
+        A few rows go one by one, many as a batch, and torch knows operations that only a batch can: the same rows would have a result
+        or none, as there are many or few of them.
+        """
+        by_torch = self.alone is not None and self.alone.raised is error
+        if self.job.options.engine == "loop" or not self._may_loop or not by_torch or str(error) in self.lost:
+            return False
+        if self.job.options.randomness != "error":
+            return False
+        paths = Paths(np.array([row]), ())
+        try:
+            results, mode = self._batched(paths, self.fresh, self.fallback)
+        except OwnParameters as signal:
+            self.own |= set(signal.names)
+            return self._well_in_a_batch(row, error)  # there are fewer left each time
+        except (Signal, Exception) as problem:
+            if isinstance(problem, PlanError):
+                raise
+            self.lost.add(str(error))
+            return False
+        if mode.raised is not None:
+            return False
+        for derivative, values in results.items():
+            self.sink.put(derivative, paths.remaining, values)
+        self.sink.done(1)
+        self.job.report.batched += 1
+        return True
+
     def _one(self, tensors: Mapping[Hashable, Tensor], k: int, row: Rows) -> tuple[dict[Derivative, Tensor], RowMode]:
         """Row `k` of `tensors`, which is `row` of the part."""
         job = self.job
         given = {name: tensor[k] for name, tensor in tensors.items()}
         leaves = {name: given[name].detach().requires_grad_() for name in job.wish.named if name in given}
         uses = Uses(job.wish.targets, frozenset(job.wish.targets)) if job.wish.targets else None
-        mode = RowMode(list(leaves.values()), uses=uses)
+        mode = self.alone = RowMode(list(leaves.values()), uses=uses)
         mode.named = leaves
         directions = _directions(job, given, 1, lead=0)
         given.update({name: leaf.clone() for name, leaf in leaves.items()})

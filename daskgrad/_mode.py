@@ -316,9 +316,14 @@ def _leaves_as(what: str) -> _Handler:
             return func(*args, **kwargs)
         if rows.dim() > 1 and what not in ("float()", ".item()"):
             mode.unbatchable(f"{what} of a vector")
-        return _answer(mode, rows, func, args)
+        answer = _answer(mode, rows, func, args)
+        return _PLAIN[what](answer) if what in _PLAIN else answer
 
     return leaves
+
+
+_PLAIN: dict[str, Callable[[Any], Any]] = {"float()": float, "complex()": complex, ".numpy()": np.asarray}
+"""What Python and NumPy want these to be, also of an integer."""
 
 
 def _answer(mode: RowMode, rows: Tensor, func: Any, args: tuple[Any, ...]) -> Any:
@@ -496,6 +501,8 @@ def _data(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _of_bottom(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
+    if func is not _getter("requires_grad") and mode.of_rows(tensor) is not None and any(_bottom(tensor) is leaf for leaf in mode.leaves):
+        return func(_bottom(tensor).clone())  # as row at a time, where `fn` gets a copy of the leaf, into which it may write
     inner = _functorch.is_gradtrackingtensor(tensor)  # of a torch.func.grad of the row function's own, which asks for itself
     return func(tensor if inner or mode.of_rows(tensor) is None else _bottom(tensor), *args[1:], **kwargs)
 
@@ -530,6 +537,15 @@ def _select_scatter(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dic
     shape = [1] * whole.dim()
     shape[dim] = -1
     return torch.where(here.reshape(shape), given["src"].unsqueeze(dim), whole)
+
+
+def _index_select(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An index of shape () as one of shape (1,): with the former the gradient of a batch is silently that of several rows."""
+    given = dict(zip(("input", "dim", "index"), args, strict=False)) | kwargs
+    index = given.get("index")
+    if isinstance(index, Tensor) and not index.dim() and given["input"].dim() and _differ(mode, args, kwargs):
+        return torch.index_select(given["input"], given["dim"], index.reshape(1))
+    return func(*args, **kwargs)
 
 
 def _roll(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -664,6 +680,9 @@ def _attend(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 def _weighted(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A loss by whose weights a row is differentiated: torch has no derivative for that, but its batching rule has, of a batch of one."""
     given = dict(zip(_PARAMETERS_OF[func], args, strict=False)) | kwargs
+    if func is F.binary_cross_entropy_with_logits and given["target"].dtype == torch.int64:
+        # Of an integer torch makes a number in a batch, and an error of one row.
+        return func(**{**given, "target": given["target"].to(given["input"].dtype)})
     if mode.paths is not None or not any(mode.differentiated(given.get(name)) for name in ("weight", "pos_weight")):
         return func(*args, **kwargs)
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
@@ -757,6 +776,8 @@ _HANDLERS: dict[Any, _Handler] = {
     Tensor.as_strided_: _strided,
     torch.select_scatter: _select_scatter,
     Tensor.select_scatter: _select_scatter,
+    torch.index_select: _index_select,
+    Tensor.index_select: _index_select,
     torch.roll: _roll,
     Tensor.roll: _roll,
     torch.max: _extreme,

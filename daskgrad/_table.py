@@ -162,7 +162,8 @@ class Cast:
             return array.astype(np.result_type(to, np.complex64) if array.dtype.kind == "c" else to, copy=False)
         if name in self._named:
             return array.astype(self.to or np.float64)
-        return array
+        small = array.dtype.kind in "iu" and np.can_cast(array.dtype, np.int64)
+        return array.astype(np.int64, copy=False) if small else array  # what torch indexes with, and none overflows
 
 
 def _real(dtype: np.dtype[Any]) -> np.dtype[Any]:
