@@ -44,6 +44,7 @@ class Note:
         cpu: the features of the CPU, all of which it may use.
         isa: those that torch's compiler says it uses, in its words.
         questions: for each path question, whether a whole part answers it.
+        made: the dtype of each derivative, by torch's name, and its shape for a row.
         seconds: how long it took to make.
     """
 
@@ -52,12 +53,13 @@ class Note:
     cpu: tuple[str, ...]
     isa: str
     questions: tuple[bool, ...]
+    made: tuple[tuple[str, tuple[int, ...]], ...]
     seconds: float
 
 
-def here(isa: str = "", questions: Sequence[bool] = (), seconds: float = 0.0) -> Note:
+def here(isa: str = "", questions: Sequence[bool] = (), made: Sequence[tuple[str, tuple[int, ...]]] = (), seconds: float = 0.0) -> Note:
     """The note of a kernel that is made here and now."""
-    return Note(str(torch.__version__), platform.machine(), cpu_features(), isa, tuple(questions), seconds)
+    return Note(str(torch.__version__), platform.machine(), cpu_features(), isa, tuple(questions), tuple(made), seconds)
 
 
 @functools.cache
@@ -126,7 +128,8 @@ def note_of(path: Path) -> Note:
         with zipfile.ZipFile(path) as package:
             if package.testzip() is None:
                 fields = json.loads(package.read(_NOTE))
-                return Note(**{**fields, "cpu": tuple(fields["cpu"]), "questions": tuple(fields["questions"])})
+                made = tuple((dtype, tuple(shape)) for dtype, shape in fields["made"])
+                return Note(**{**fields, "cpu": tuple(fields["cpu"]), "questions": tuple(fields["questions"]), "made": made})
     except (zipfile.BadZipFile, OSError, KeyError, TypeError, ValueError) as error:
         raise UnusableError(f"its file is broken ({type(error).__name__}: {error})") from error
     raise UnusableError("its file is broken")

@@ -44,6 +44,10 @@ class ColumnBuilder:
         """
         self._store.put(rows, values)
 
+    def room(self, rows: slice, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | None:
+        """Where values of `rows` of this dtype and shape will lie, (k, *shape), to be written and then `put`; None where that copies."""
+        return self._store.room(rows, dtype, shape)
+
     def finish(self) -> pd.Series:
         """The column; rows that were never put are missing in its dtype's own way. The builder is spent."""
         values = self._store.finish()
@@ -59,6 +63,8 @@ def empty(dtype: DType, index: pd.Index, name: Hashable) -> pd.Series:
 
 class _Store(Protocol):
     def put(self, rows: Rows, values: Array) -> None: ...
+
+    def room(self, rows: slice, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | None: ...
 
     def finish(self) -> Any: ...
 
@@ -114,24 +120,44 @@ class _Numbers:
 
     def __init__(self, dtype: np.dtype[Any], rows: int, seal: Callable[[Array, NDArray[np.bool_]], Any]) -> None:
         self._values = np.empty(rows, dtype)  # (rows,)
-        self._missing = np.ones(rows, bool)  # (rows,)
+        self._whole = 0  # so many rows, from the first on, have been put in their order
+        self._some: NDArray[np.bool_] | None = None  # (rows,) which have been put, where not in their order
         self._seal = seal
 
     def put(self, rows: Rows, values: Array) -> None:
         if values.ndim != 1:
             raise ValueError(f"cells of shape {values.shape[1:]} do not go into a column of numbers")
-        if values.dtype == self._values.dtype:
+        if np.may_share_memory(values, self._values):
+            pass  # it was written into the room for it
+        elif values.dtype == self._values.dtype:
             self._values[rows] = values
         else:
             _check_real(values, self._values.dtype)
             with np.errstate(over="ignore", invalid="ignore"):  # float16 and float32 overflow to inf, as in torch
                 self._values[rows] = values
-        self._missing[rows] = False
+        self._mark(rows)
+
+    def _mark(self, rows: Rows) -> None:
+        if self._some is None and isinstance(rows, slice) and rows.step is None and rows.start == self._whole:
+            self._whole = rows.stop
+            return
+        if self._some is None:
+            self._some = np.zeros(len(self._values), bool)
+            self._some[: self._whole] = True
+        self._some[rows] = True
+
+    def room(self, rows: slice, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | None:
+        return self._values[rows] if (dtype, shape) == (self._values.dtype, ()) else None
 
     def finish(self) -> Any:
-        if self._missing.any():
-            self._values[self._missing] = complex(np.nan, np.nan) if self._values.dtype.kind == "c" else np.nan
-        return self._seal(self._values, self._missing)
+        if self._some is None:
+            missing = np.zeros(len(self._values), bool)
+            missing[self._whole :] = True
+        else:
+            missing = ~self._some
+        if self._whole < len(self._values):
+            self._values[missing] = complex(np.nan, np.nan) if self._values.dtype.kind == "c" else np.nan
+        return self._seal(self._values, missing)
 
 
 class _Objects:
@@ -145,6 +171,9 @@ class _Objects:
         # an array cell must not be a view: pickled, each view would drag the whole batch along
         cells = values.tolist() if values.ndim == 1 else (cell.copy() for cell in values)
         self._items[rows] = np.fromiter(cells, object, len(values))
+
+    def room(self, rows: slice, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+        return None
 
     def finish(self) -> Any:
         return self._seal(self._items)
@@ -170,6 +199,9 @@ class _Lists:
         self._pieces.append((where, _cast(values, self._dtype).reshape(len(values), prod(shape))))
         self._shapes[where] = shape
         self._missing[where] = False
+
+    def room(self, rows: slice, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+        return None
 
     def finish(self) -> Any:
         sizes = self._shapes.prod(axis=1)  # (rows,)

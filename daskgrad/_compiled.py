@@ -43,6 +43,10 @@ CHUNK_BYTES = 3 * 2**19
 """Bytes of columns that go into a kernel and come out of it at once, for each thread: they stay in the cache."""
 LEAST, MOST = 1024, 16_000
 """Rows at once, for each thread: a column of float64 is then less than the 128 KiB from which malloc may ask the system each time."""
+PACES = (1, 4, 16)
+"""How many times as many rows are tried: a kernel that is one loop over its rows, without arrays in between, gains by them."""
+TRIALS = 3
+"""Times that one of these is tried, for others may be using the machine."""
 LONGEST = 0.05
 """Seconds that a kernel may hold the GIL."""
 KEPT = 64
@@ -60,35 +64,81 @@ class Shipped:
     data: bytes
 
 
+Room = Callable[[Derivative, np.dtype[Any], tuple[int, ...]], NDArray[Any] | None]
+"""Memory for a derivative of the rows at hand, by its dtype and its shape for a row; None where a kernel cannot write there."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A derivative as a kernel makes it: its dtype, the same for NumPy if it has it, and its shape for a row."""
+
+    dtype: torch.dtype
+    plain: np.dtype[Any] | None
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, shape: tuple[int, ...]) -> Made:
+        return cls(getattr(torch, name), np.dtype(name) if hasattr(np, name) else None, shape)
+
+
 @dataclass
 class Kernel:
     """A kernel in this process.
 
     Attributes:
-        run: columns → what the questions are about, then the derivatives.
+        run: columns and memory for the derivatives → what the questions are about.
         derivatives: which they are.
+        made: what each is like.
         path: the answers that its rows give.
         questions: for each, whether its whole part is the answer.
         seconds: how long it took to make.
-        rows: how many at once, for each thread.
+        rows: how many at once, for each thread, stay in the cache.
+        paces: how many times as many were tried, and the seconds that a row took, the last few times.
     """
 
     run: Run
     derivatives: tuple[Derivative, ...]
+    made: tuple[Made, ...]
     path: Answers
     questions: tuple[bool, ...]
     seconds: float
     rows: int = MOST
+    paces: dict[int, list[float]] = field(default_factory=dict)
 
-    def __call__(self, tensors: list[Tensor]) -> tuple[list[Tensor], dict[Derivative, Tensor]]:
-        """What the questions are about and the derivatives, each (rows, *shape)."""
-        one = len(tensors[0]) == 1  # a graph that holds for any number of rows was traced for two or more
-        made = self.run([torch.cat([tensor, tensor]) for tensor in tensors] if one else tensors)
-        made = [tensor[:1] for tensor in made] if one else made
-        if any(len(tensor) != len(tensors[0]) for tensor in made):
+    def __call__(self, tensors: list[Tensor], room: Room) -> tuple[list[Tensor], dict[Derivative, Tensor]]:
+        """What the questions are about and the derivatives, each (rows, *shape); these in `room`, where there is some."""
+        count = len(tensors[0])
+        if count == 1:  # a graph that holds for any number of rows was traced for two or more
+            asked, made = self([torch.cat([tensor, tensor]) for tensor in tensors], no_room)
+            return [tensor[:1] for tensor in asked], {derivative: tensor[:1] for derivative, tensor in made.items()}
+        made = {}
+        for derivative, one in zip(self.derivatives, self.made, strict=True):
+            given = None if one.plain is None else room(derivative, one.plain, one.shape)
+            made[derivative] = torch.empty((count, *one.shape), dtype=one.dtype) if given is None else torch.from_numpy(given)
+        asked = self.run([*tensors, *made.values()])
+        if any(len(tensor) != count for tensor in asked):
             raise RuntimeError("it holds for one number of rows only")
-        asked = len(self.questions)
-        return made[:asked], dict(zip(self.derivatives, made[asked:], strict=True))
+        return asked, made
+
+    @property
+    def at_once(self) -> int:
+        """How many rows to take at once, for each thread: what has not been tried enough, then the most that are as fast as any."""
+        known = min(self.paces.get(1, [0.0]))
+        best = {pace: min(self.paces.get(pace, [known])) for pace in PACES}
+        quick = [pace for pace in PACES if best[pace] * pace * self.rows <= LONGEST]
+        if not quick:
+            return max(1, int(LONGEST / known))
+        trial = next((pace for pace in quick if len(self.paces.get(pace, ())) < TRIALS), None)
+        fastest = min(best[pace] for pace in quick)
+        return self.rows * (trial or max(pace for pace in quick if best[pace] <= 1.1 * fastest))
+
+    def took(self, rows: int, seconds: float) -> None:
+        """So many `rows` for each thread took `seconds` at once: learn from it how many to take."""
+        pace = max(1, rows // self.rows)
+        if rows == pace * self.rows or (rows < self.rows and seconds > LONGEST):
+            tried = self.paces.setdefault(pace, [])
+            tried.append(seconds / max(rows, 1))
+            del tried[:-TRIALS]
 
     def on_path(self, asked: Sequence[Tensor], paths: Paths) -> bool:
         """Take the rows off `paths` that answer otherwise; False where one has no answer at all."""
@@ -107,10 +157,9 @@ class Kernel:
         held = sum(tensor.numel() * tensor.element_size() for tensor in (*columns, *made))
         self.rows = max(LEAST, min(MOST, math.floor(CHUNK_BYTES * len(columns[0]) / max(held, 1))))
 
-    def hurry(self, seconds: float) -> None:
-        """Take fewer rows at once from now on where they took `seconds`, too long for other threads of this process to wait."""
-        if seconds > LONGEST:
-            self.rows = max(1, int(self.rows * LONGEST / seconds))
+
+def no_room(derivative: Derivative, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    """`Room` that is nowhere."""
 
 
 class _Memory:
@@ -235,7 +284,7 @@ class Native:
         """Raise UnusableError where the kernel's first rows differ from what the eager engine has made of them."""
         try:
             columns = self.tensors(paths.rows)
-            asked, made = kernel(columns)
+            asked, made = kernel(columns, no_room)
         except RuntimeError as error:
             raise UnusableError(f"the kernel fails on its first rows ({error})") from error
         kernel.weigh(columns, [*asked, *made.values()])
@@ -356,7 +405,8 @@ def _there(path: Path) -> bool:
 def _loaded(path: Path, derivatives: tuple[Derivative, ...], answers: Answers) -> Kernel:
     note = _binaries.note_of(path)
     _binaries.check(note)
-    return Kernel(_binaries.load(path), derivatives, answers, note.questions, note.seconds)
+    made = tuple(Made.of(dtype, shape) for dtype, shape in note.made)
+    return Kernel(_binaries.load(path), derivatives, made, answers, note.questions, note.seconds)
 
 
 # --- from a plan to its kernels ---------------------------------------------------------------------------------------

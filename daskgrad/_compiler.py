@@ -132,7 +132,8 @@ def build(plan: Plan, request: Request, target: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="daskgrad-") as scratch:
         try:
             package = _packaged(traced, Path(scratch, "kernel.pt2"))
-            note = here(_isa(package), traced.questions, time.perf_counter() - started)
+            made = [(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape[1:])) for tensor in traced.made]
+            note = here(_isa(package), traced.questions, made, time.perf_counter() - started)
             write(package, note, target)
         except (UnusableError, OSError, RuntimeError, NotImplementedError, AssertionError) as error:
             raise NoKernelError(f"torch's compiler failed ({type(error).__name__}: {_first_line(error)})", lasting=False) from error
@@ -143,8 +144,8 @@ def _packaged(traced: Traced, to: Path) -> Path:
     import torch
     from torch._inductor import aoti_compile_and_package, config
 
-    rows = tuple({0: torch.export.Dim.AUTO} for _ in traced.examples)
-    exported = torch.export.export(traced.graph, traced.examples, dynamic_shapes=rows)
+    given = (*traced.examples, *traced.made)
+    exported = torch.export.export(traced.graph, given, dynamic_shapes=tuple({0: torch.export.Dim.AUTO} for _ in given))
     for node in exported.graph.nodes:
         if node.op == "placeholder" and node.name in exported.graph_signature.user_inputs and isinstance(node.meta["val"].shape[0], int):
             raise RuntimeError("its graph holds for one number of rows only")

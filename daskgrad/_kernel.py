@@ -31,7 +31,7 @@ from ._paths import FEW, Answers, MissingCell, OwnParameters, Paths, Regroup, Ro
 from ._table import as_slice
 
 if TYPE_CHECKING:
-    from ._compiled import Kernel, Native
+    from ._compiled import Kernel, Native, Room
 
 _functorch: Any = torch._C._functorch
 
@@ -62,6 +62,9 @@ class Sink(Protocol):
 
     def put(self, derivative: Derivative, rows: Rows | slice, values: NDArray[Any]) -> None:
         """`values` (rows, *shape) of one derivative."""
+
+    def room(self, derivative: Derivative, rows: slice, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any] | None:
+        """Where `rows` of one derivative will lie, (rows, *shape), to be written before they are `put`; None where they must be copied."""
 
     def fail(self, row: int, error: Exception) -> None:
         """`row` has no result, because of `error`."""
@@ -285,25 +288,30 @@ class _Solver:
             self.sink.slower(reason)
 
     def _run_kernel(self, kernel: Kernel, answers: Answers, rows: Rows) -> None:
-        """Rows by a kernel, as many at once as stay in the cache; those that turn out to take another path come back."""
+        """Rows by a kernel, as many at once as it is fastest with; those that turn out to take another path come back."""
         assert self.job.native is not None
         start = 0
         with _threads.for_kernels():
+            threads = torch.get_num_threads()
             while start < len(rows):
                 checkpoint()
-                size = self.job.options.batch_size or kernel.rows * torch.get_num_threads()
-                block = self.sink.wanted(rows[start : start + CHUNKS * size])
-                start += CHUNKS * size
+                size = self.job.options.batch_size or kernel.at_once * threads
+                reach = max(size, CHUNKS * kernel.rows * threads)
+                block = self.sink.wanted(rows[start : start + reach])
+                start += reach
                 columns = self.job.native.tensors(block)
-                began = time.perf_counter()
-                for k in range(0, len(block), size):
-                    self._run_chunk(kernel, answers, block[k : k + size], [column[k : k + size] for column in columns])
-                if len(block):
-                    kernel.hurry((time.perf_counter() - began) / len(block) * size)
+                k = 0
+                while k < len(block):
+                    size = self.job.options.batch_size or kernel.at_once * threads
+                    here = block[k : k + size]
+                    began = time.perf_counter()
+                    self._run_chunk(kernel, answers, here, [column[k : k + size] for column in columns])
+                    kernel.took(len(here) // threads, time.perf_counter() - began)
+                    k += size
 
     def _run_chunk(self, kernel: Kernel, answers: Answers, rows: Rows, columns: list[Tensor]) -> None:
         try:
-            asked, made = kernel(columns)
+            asked, made = kernel(columns, self._room(kernel, rows))
         except RuntimeError:  # whose it was, the eager engine finds out
             self.apart.append((answers, rows))
             return
@@ -320,6 +328,14 @@ class _Solver:
             if derivative in made and len(paths.remaining):
                 self.sink.put(derivative, places, _array(made[derivative] if active is None else made[derivative][active]))
         self.sink.done(len(paths.remaining))
+
+    def _room(self, kernel: Kernel, rows: Rows) -> Room:
+        """The place of `rows` in the result, for a kernel whose rows are sure to be on its path."""
+        places = as_slice(rows)
+        if kernel.questions or not isinstance(places, slice):
+            return lambda derivative, dtype, shape: None
+
+        return lambda derivative, dtype, shape: self.sink.room(derivative, places, dtype, shape)
 
     def _stopped(self, signal: Signal, paths: Paths, answers: Answers, state: Tensor | None) -> None:
         """A run that ended before its result."""

@@ -95,6 +95,10 @@ class Result:
         if (self._problem or self._watched) and not isinstance(derivative, Aux):
             self._finite[derivative != ()][places] &= np.isfinite(values.reshape(len(values), -1)).all(axis=1)
 
+    def room(self, derivative: Derivative, rows: slice, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any] | None:
+        held = [output for output in self._holds.get(derivative, ()) if output.checkpoint == self.checkpoint]
+        return self._columns[held[0]].room(rows, dtype, shape) if len(held) == 1 and held[0].component is None else None
+
     def _put(self, output: Output, places: Rows | slice, values: NDArray[Any]) -> None:
         try:
             self._columns[output].put(places, values)
@@ -220,6 +224,9 @@ class Sums(Result):
     def put(self, derivative: Derivative, rows: Rows | slice, values: NDArray[Any]) -> None:
         self.total = self.total + values.astype(np.float64).sum(axis=0)
         self.count += rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+
+    def room(self, derivative: Derivative, rows: slice, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+        return None
 
     def finish(self) -> pd.Series:
         if self.first is not None and not self.null:

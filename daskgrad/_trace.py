@@ -1,4 +1,4 @@
-"""A plan for rows of one kind → one graph from columns to result columns, for any number of rows.
+"""A plan for rows of one kind → one graph that reads columns and writes result columns, for any number of rows.
 
 The run that is recorded is the kernel's own (`_kernel.batch`: vmap inside, autograd outside, under the same mode), on tensors without
 values. So what is refused there is refused here, and what depends on values becomes a question: the answers are given beforehand, and
@@ -66,13 +66,16 @@ class Traced:
     """A graph.
 
     Attributes:
-        graph: from the columns, each (rows, *shape), to a list: what the questions are about, then the derivatives.
+        graph: takes the columns, each (rows, *shape), and memory for the derivatives, into which it writes them; returns a list of
+            what the questions are about.
         examples: columns that it takes.
+        made: the derivatives of these, for the memory.
         questions: for each, whether its whole part is the answer.
     """
 
     graph: Any
     examples: tuple[Tensor, ...]
+    made: tuple[Tensor, ...]
     questions: tuple[bool, ...]
 
 
@@ -115,7 +118,8 @@ def trace(plan: Plan, request: Request) -> Traced:
     if len(questions) != len(request.answers):
         raise UntraceableError("its path differs where there are no values")
     _check(graph)
-    return Traced(graph, tuple(examples.values()), tuple(questions))
+    made = _write_in_place(graph, len(questions))
+    return Traced(graph, tuple(examples.values()), made, tuple(questions))
 
 
 def _examples(kinds: Mapping[Hashable, ArrayKind | StaticKind], cast: Cast) -> dict[Hashable, Tensor]:
@@ -144,6 +148,27 @@ def _recorded(job: _kernel.Job, examples: Mapping[Hashable, Tensor], request: Re
         columns.append(fake.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes)))
     with fake:
         return make_fx(run, tracing_mode="real")(*columns)
+
+
+def _write_in_place(graph: Any, asked: int) -> tuple[Tensor, ...]:
+    """Have `graph`, which returns all it makes, write what comes after the first `asked` into memory that it takes besides."""
+    nodes = graph.graph
+    (end,) = nodes.find_nodes(op="output")
+    last = nodes.find_nodes(op="placeholder")[-1]
+    results = end.args[0]
+    made = []
+    for k, node in enumerate(results[asked:]):
+        value = node.meta["val"]
+        if not all(type(size) is int for size in value.shape[1:]):
+            raise UntraceableError("the shape of a derivative depends on the number of rows")
+        made.append(torch.empty((ROWS, *value.shape[1:]), dtype=value.dtype))
+        with nodes.inserting_after(last):
+            last = nodes.placeholder(f"made_{k}")
+        with nodes.inserting_before(end):
+            nodes.call_function(torch.ops.aten.copy_.default, (last, node))
+    end.args = (list(results[:asked]),)
+    graph.recompile()
+    return tuple(made)
 
 
 # --- what a kernel may be made of -------------------------------------------------------------------------------------
