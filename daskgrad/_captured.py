@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import random
-import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ._errors import GraphError, PlanError
+from ._torch import torch_if_imported
 
 if TYPE_CHECKING:
     from ._plan import Plan
@@ -25,7 +25,7 @@ def check(plan: Plan) -> None:
         PlanError: a batch norm in train mode: one row has no batch statistics.
         GraphError: a shared tensor carries a graph, which belongs to whoever built it.
     """
-    torch = sys.modules.get("torch")
+    torch = torch_if_imported()
     if torch is None:
         return
     for name, value in reachable(plan):
@@ -152,7 +152,7 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def is_module(value: object) -> bool:
     """Whether it is a torch module; torch is not imported to find out."""
-    torch = sys.modules.get("torch")
+    torch = torch_if_imported()
     return torch is not None and isinstance(value, torch.nn.Module)
 
 

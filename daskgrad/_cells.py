@@ -25,6 +25,7 @@ from pandas.api.extensions import ExtensionArray, ExtensionDtype
 from ._dtypes import DType, is_list, is_tensor, numpy_dtype, role, too_wide, unsupported
 from ._errors import GraphError
 from ._names import shown
+from ._torch import torch_if_imported
 
 Array: TypeAlias = NDArray[Any]
 Rows: TypeAlias = slice | NDArray[np.intp]
@@ -546,7 +547,7 @@ def _from_tensor(cell: Any) -> Array:
             "the cell carries a graph: it is a tensor that was computed from others. A graph does not survive the way "
             "to a worker process, and belongs to whoever built it: pass raw values and compute inside the function"
         )
-    torch = sys.modules["torch"]
+    torch = torch_if_imported()
     values = cell.detach().cpu()  # a leaf: nothing is cut
     if values.layout is not torch.strided:
         values = values.to_dense()

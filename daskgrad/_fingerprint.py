@@ -27,6 +27,8 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from ._torch import torch_if_imported
+
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
 
@@ -271,13 +273,30 @@ def _installed() -> tuple[Path, ...]:
 
 @functools.cache
 def _release(module: str) -> str:
+    """The version of the package that `module` belongs to; "" where there is none to be found."""
     top = module.partition(".")[0]
-    for name in [top, *importlib.metadata.packages_distributions().get(top, [])] if top not in sys.stdlib_module_names else []:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ""
+    if top in sys.stdlib_module_names:
+        return ""
+    return _version_of(top) or _own_word(top) or next(filter(None, map(_version_of, _distributions().get(top, []))), "")
+
+
+def _version_of(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _own_word(top: str) -> str:
+    """What a package that is called otherwise than its distribution (sklearn, yaml) says itself."""
+    told = getattr(sys.modules.get(top), "__version__", "")
+    return told if isinstance(told, str) else ""
+
+
+@functools.cache
+def _distributions() -> Mapping[str, list[str]]:
+    """Every package's distributions; it takes seconds, for the lists of all installed files are read."""
+    return importlib.metadata.packages_distributions()
 
 
 # -------------------------------------------------------------------------------- numbers and tables
@@ -345,16 +364,16 @@ def _arrow_type(walk: Fingerprint, value: Any) -> bytes:
 
 
 def _is_torch(value: Any) -> bool:
-    return "torch" in sys.modules and isinstance(value, _torch_kinds())
+    return torch_if_imported() is not None and isinstance(value, _torch_kinds())
 
 
 def _torch_kinds() -> tuple[type, ...]:
-    torch = sys.modules["torch"]
+    torch = torch_if_imported()
     return torch.Tensor, torch.nn.Module, torch.dtype, torch.device, torch.Size, torch.jit.ScriptFunction
 
 
 def _torch(walk: Fingerprint, value: Any) -> bytes:
-    torch = sys.modules["torch"]
+    torch = torch_if_imported()
     if isinstance(value, torch.Tensor):
         return _tensor(walk, value)
     if isinstance(value, torch.jit.ScriptModule):
@@ -367,7 +386,7 @@ def _torch(walk: Fingerprint, value: Any) -> bytes:
 
 
 def _tensor(walk: Fingerprint, value: Any) -> bytes:
-    torch = sys.modules["torch"]
+    torch = torch_if_imported()
     head = walk._all("head", [type(value).__qualname__, str(value.dtype), list(value.shape), value.requires_grad])
     try:
         flat = value.detach().cpu().to_dense() if value.layout != torch.strided else value.detach().cpu()

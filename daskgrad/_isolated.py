@@ -9,6 +9,7 @@ range of rows that is tried.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
@@ -25,7 +26,8 @@ from . import _ship, _task
 from ._cells import shown_label
 from ._errors import RowError, StoreError
 from ._task import Order, Outcome, Subgraph
-from ._watch._reporter import FILES
+from ._watch import _reporter
+from ._watch._relay import Relay, tell_parent
 
 _START = 120.0  # seconds for a child to import daskgrad and torch
 _IDLE = 20.0  # seconds without work after which a child ends
@@ -55,8 +57,8 @@ class Child:
         self._to = Connection(ours.detach())
         self._ready = False
 
-    def ask(self, request: Any, seconds: float | None) -> Any:
-        """The answer to `request`.
+    def ask(self, request: Any, seconds: float | None, relay: Relay | None = None) -> Any:
+        """The answer to `request`; what the child tells of its parts goes to `relay`.
 
         Raises:
             Ended: the child has died, or no answer came in time; then it is ended.
@@ -65,9 +67,14 @@ class Child:
             self._answer(_START, None)
             self._ready = True
         self._to.send_bytes(pickle.dumps(request, protocol=5))
-        return self._answer(seconds, None)
+        try:
+            return self._answer(seconds, relay)
+        finally:
+            if relay is not None:
+                relay.lost()
 
-    def _answer(self, seconds: float | None, call: int | None) -> Any:
+    def _answer(self, seconds: float | None, relay: Relay | None) -> Any:
+        call: int | None = None  # the row function that has begun, None between them
         until = None if seconds is None else time.monotonic() + seconds
         while True:
             left = None if until is None else max(0.0, until - time.monotonic())
@@ -81,13 +88,23 @@ class Child:
                 raise Ended(_death(self._process.returncode), call, late=False) from None
             if kind == "answer":
                 return value
-            call = value  # the row function that has begun, None between them
+            if kind == "call":
+                call = value
+            elif relay is not None:
+                relay.heard(value)
 
     def end(self) -> None:
         self._to.close()
         try:
             self._process.wait(0.5)  # it may be just dying: its own signal is what is wanted
         except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def __del__(self) -> None:
+        """The thread that kept it has ended."""
+        with contextlib.suppress(Exception):  # not even begun, or the interpreter is ending
+            self._to.close()
             self._process.kill()
             self._process.wait()
 
@@ -117,7 +134,8 @@ def run_isolated(parcel: Subgraph | bytes, order: Order, given: Sequence[Any]) -
 
     work = cloudpickle.dumps((_movable(parcel), order, [_ship.redeemed(value) for value in given]))
     try:
-        outcome: Outcome = _child().ask(("make", sys.path, work), order.timeout)
+        relay = Relay()
+        outcome: Outcome = _child().ask(("make", sys.path, work, relay.asked), order.timeout, relay)
     except Ended as ended:
         _kept.child = None
         problem = ended
@@ -131,14 +149,6 @@ def _child() -> Child:
     if child is None or not child.alive:
         child = _kept.child = Child()
     return child
-
-
-def close() -> None:
-    """End the child that this thread has kept."""
-    child: Child | None = getattr(_kept, "child", None)
-    if child is not None:
-        child.end()
-        _kept.child = None
 
 
 def _movable(parcel: Subgraph | bytes) -> Subgraph:
@@ -282,6 +292,7 @@ def _traced(connection: Connection, stop_at: int | None) -> Any:
 def _serve(connection: Connection) -> None:
     _task.environment(torch=True)  # what takes long to import
     held: _Held | None = None
+    _reporter.child = True
     connection.send_bytes(pickle.dumps(("answer", "ready")))
     while connection.poll(None if held is not None else _IDLE):
         try:
@@ -290,10 +301,11 @@ def _serve(connection: Connection) -> None:
             return
         if kind == "make":
             _watch_parent()
-            path, work = details
+            path, work, asked = details
+            tell_parent(lambda record: connection.send_bytes(pickle.dumps(("part", record))), asked)
             answer: Any = _make(connection, path, work, None)
         elif kind == "hold":
-            os.environ.pop(FILES, None)  # what is tried here is no progress
+            tell_parent(lambda record: None, None)  # what is tried here is no progress
             found = _make(connection, *details)
             assert isinstance(found, _Held)
             held = found

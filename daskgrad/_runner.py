@@ -101,9 +101,13 @@ class Distributed:
         by_key = {future.key: key for key, future in futures.items()}
         killed: list[Key] = []
         try:
-            for future in as_completed(list(futures.values())):
+            coming = as_completed(list(futures.values()), loop=self._client.loop)
+            for future in coming:
                 key = by_key[future.key]
-                if future.status in ("cancelled", "lost"):
+                if future.status in ("lost", "pending"):  # the worker that held it has died meanwhile: it is made again
+                    coming.add(future)
+                    continue
+                if future.status == "cancelled":
                     raise StoreError("the scheduler is gone or has dropped the work. What is written stays; run it again to go on.")
                 error = future.exception() if future.status == "error" else None
                 if isinstance(error, KilledWorker):

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ._blob import Blob, fetch, is_ticket
 from ._errors import GraphError, PlanError
 from ._lines import arrived, files_of
+from ._torch import torch_if_imported
 
 if TYPE_CHECKING:
     from ._plan import Plan
@@ -239,8 +240,9 @@ def _version() -> str:
 
 def _torch_version() -> str | None:
     """torch's version without importing it; None where there is no torch."""
-    if "torch" in sys.modules:
-        return str(sys.modules["torch"].__version__)
+    torch = torch_if_imported()
+    if torch is not None:
+        return str(torch.__version__)
     try:
         return importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -258,7 +260,7 @@ def _pickled(value: Any) -> bytes:
     """`value` by cloudpickle, refusing the tensors that a pickle would quietly cut from their graph."""
     import cloudpickle
 
-    torch = sys.modules.get("torch")
+    torch = torch_if_imported()
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, obj: Any) -> Any:
@@ -277,7 +279,7 @@ def _pickled(value: Any) -> bytes:
 
 def _memory(storage: Any) -> pickle.PickleBuffer:
     """A tensor's memory. torch's own pickle of it also holds its address, so that equal calls would have different keys."""
-    torch = sys.modules["torch"]
+    torch = torch_if_imported()
     return pickle.PickleBuffer(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())  # (bytes,), the same memory
 
 
@@ -294,7 +296,7 @@ def _typed_storage(storage: Any, dtype: Any) -> Any:
 
 
 def _has_graph(value: Any) -> bool:
-    torch = sys.modules.get("torch")
+    torch = torch_if_imported()
     return torch is not None and isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import sys
 import threading
 from collections.abc import Callable, Iterator
+
+from ._torch import torch_if_imported
 
 
 class _State:
@@ -54,8 +55,9 @@ def _of_a_new_thread(ask: Callable[[], int]) -> int:
 
 def settle() -> None:
     """Fix torch's number of threads for the calling thread, before tasks change what it would begin with."""
-    if "torch" in sys.modules:
-        sys.modules["torch"].get_num_threads()
+    torch = torch_if_imported()
+    if torch is not None:
+        torch.get_num_threads()
 
 
 @contextlib.contextmanager

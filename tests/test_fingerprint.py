@@ -8,6 +8,7 @@ import datetime
 import enum
 import functools
 import importlib
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import pyarrow as pa
 import pytest
 import torch
 
+from daskgrad import _fingerprint
 from daskgrad._fingerprint import Fingerprint, Unstable, fingerprint
 
 PROGRAM = """
@@ -339,3 +341,19 @@ def test_what_is_only_remembered_does_not_count() -> None:
 def test_a_special_meaning_goes_first_wherever_the_value_stands() -> None:
     walk = Fingerprint(lambda value: b"stands for it" if isinstance(value, Point) else None)
     assert walk.of([Point(1)]) == walk.of([Point(2)]) != walk.of([1])
+
+
+def test_the_lists_of_installed_files_are_not_read_for_what_tells_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take seconds: not for a package that is called like its distribution, and not for one that says its version itself."""
+    import sklearn
+
+    def refused() -> None:
+        raise AssertionError("all installed files were looked at")
+
+    _fingerprint._release.cache_clear()
+    _fingerprint._distributions.cache_clear()
+    monkeypatch.setattr(importlib.metadata, "packages_distributions", refused)
+    assert _fingerprint._release("torch.nn") == importlib.metadata.version("torch")
+    assert _fingerprint._release("sklearn.tree") == importlib.metadata.version("scikit-learn") == sklearn.__version__
+    assert _fingerprint._release("json.decoder") == ""
+    _fingerprint._release.cache_clear()

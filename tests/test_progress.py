@@ -222,6 +222,32 @@ def test_case_c17_rows_grow_within_one_long_partition_also_where_the_output_is_n
     assert rows[-1] == 200
 
 
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.parametrize("scheduler", [*SCHEDULERS, "distributed"])
+def test_parts_in_processes_of_their_own_are_seen(scheduler: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """Rows grow while a part is under way in a child process; at the end each counts once, and files are one computation."""
+
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        import time
+
+        time.sleep(0.02)
+        return x**2
+
+    where = request.getfixturevalue("client") if scheduler == "distributed" else scheduler
+    lazy = dd.from_pandas(frame(120), npartitions=3)
+    lazy = lazy.assign(slope=dg.grad_column(lazy, slow, engine="loop"))
+    seen: set[int] = set()
+    with watched() as progress:
+        writer = threading.Thread(target=dg.to_parquet, args=(lazy, tmp_path / "out"), kwargs={"timeout": 600, "scheduler": where})
+        writer.start()
+        wait_until(lambda: seen.add(progress.lines()["slow"].rows if progress.lines() else 0) or not writer.is_alive(), "it is written")
+        writer.join()
+    assert len(seen - {0, 40, 80, 120}) >= 2
+    assert done(progress, "slow") == (120, 120, 3, 3, 0)
+    assert len(pd.read_parquet(tmp_path / "out")) == 120
+
+
 @pytest.mark.cluster
 def test_a_part_that_is_run_again_counts_once() -> None:
     """A worker that is killed in its part loses what it had told of it."""

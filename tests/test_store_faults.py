@@ -14,8 +14,10 @@ import dask.dataframe as dd
 import pandas as pd
 import pytest
 import torch
+from programs import wait_until
 
 import daskgrad as dg
+from daskgrad import _complete
 
 PROGRAM = """
 import os, signal, sys
@@ -152,6 +154,37 @@ def test_workers_that_a_row_kills_cost_only_its_part(tmp_path: Path) -> None:
     assert caught.value.label == "label07"
     assert "this is partition 1; 1 of 8 failed" in caught.value.__notes__[0]
     assert sorted(pd.read_parquet(tmp_path / "out").row) == [*range(5), *range(10, 40)]
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_with_answers_that_nobody_has_fetched_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from distributed import Client, LocalCluster
+
+    frame = dd.from_pandas(pd.DataFrame({"x": 1.0, "row": range(40)}), npartitions=8)
+    frame = frame.assign(slope=dg.grad_column(frame, torch.sin, inputs={"input": "x"}))
+    ours = {"host": "127.0.0.1", "dashboard_address": None, "silence_logs": 60}
+    taken: list[int] = []
+    with LocalCluster(n_workers=1, threads_per_worker=2, processes=True, **ours) as cluster, Client(cluster) as client:
+        before = _complete.part_done
+
+        def first_waits(run: Any, outcome: Any) -> None:
+            if not taken:
+                wait_until(lambda: len(client.run_on_scheduler(answers)) == 8, "all parts are answered")
+                (pid,) = client.run(os.getpid).values()
+                os.kill(pid, signal.SIGKILL)
+                wait_until(lambda: not client.run_on_scheduler(answers), "they are lost")
+            taken.append(outcome.number)
+            before(run, outcome)
+
+        monkeypatch.setattr(_complete, "part_done", first_waits)
+        assert dg.to_parquet(frame, tmp_path / "out").written == 8
+    assert sorted(taken) == list(range(8))
+    assert sorted(pd.read_parquet(tmp_path / "out").row) == list(range(40))
+
+
+def answers(dask_scheduler: Any) -> list[str]:
+    """The parts whose outcome lies on a worker."""
+    return [str(key) for key, task in dask_scheduler.tasks.items() if task.state == "memory" and "to-parquet" in str(key)]
 
 
 def killer(x: Any, row: Any) -> Any:

@@ -5,6 +5,7 @@
       _Here          watched by a `dg.progress()` of this process, which reads the reporters themselves
       _OnWorker      on a worker of a cluster: a record of each part a few times a second, if a watcher has asked for it
       _ToFile        in a process of Dask's own pool: the same, as lines of a file that `dg.progress()` has named
+    A part that runs in a child process of any of these is relayed: `_relay`.
 
 The kernel only adds numbers. Clocks are read, and records made, a few times a second.
 """
@@ -123,13 +124,13 @@ current = _current.get
 @contextmanager
 def watched(title: str, call: bytes | None, size: int, *, of: int | None, passes: int) -> Iterator[None]:
     """A part of `size` rows is computed inside, and `current()` is its reporter."""
-    post = _post()
-    if post is None:
+    to = post()
+    if to is None:
         yield
         return
-    reporter = Reporter(title, call.hex()[:16] if call else "", size, of, passes, post)
+    reporter = Reporter(title, call.hex()[:16] if call else "", size, of, passes, to)
     token = _current.set(reporter)
-    post.begin(reporter)
+    to.begin(reporter)
     try:
         yield
     except BaseException as error:
@@ -139,7 +140,7 @@ def watched(title: str, call: bytes | None, size: int, *, of: int | None, passes
         reporter.state = "done"
     finally:
         _current.reset(token)
-        post.end(reporter)
+        to.end(reporter)
 
 
 # -------------------------------------------------------------------------------- who may be watching
@@ -220,7 +221,16 @@ def leaving(client: Any) -> None:
         watcher.leaving(client)
 
 
-def _post() -> _Post | None:
+parent: _Post | None = None
+"""Where a child process tells of its parts, if this is one and somebody watches."""
+child = False
+"""Whether this is one."""
+
+
+def post() -> _Post | None:
+    """Where the numbers of a part of this thread go."""
+    if child:
+        return parent
     worker = _worker()
     if worker is not None:
         return _of_worker(worker)
