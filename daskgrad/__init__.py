@@ -1,5 +1,7 @@
 """Write a PyTorch function of one row; get its derivatives as columns of your dataframe, at any size."""
 
+import typing as _typing
+
 from ._checkpoints import checkpoints as checkpoints
 from ._cluster import local_client as local_client
 from ._column import derivatives as derivatives
@@ -30,3 +32,17 @@ from ._watch._monitor import monitor as monitor
 from ._watch._progress import progress as progress
 
 __version__ = "0.1.0"
+
+if not _typing.TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        from ._names import nearest
+
+        public = [known for known in globals() if not known.startswith("_")]
+        sums = ""
+        if name in ("sum", "mean", "total", "average"):
+            sums = (
+                " Over rows: a column's own .sum() and .mean(); of gradients by a model's parameters dg.mean_gradient(data, fn, 'model', "
+                "shared={'model': model})."
+            )
+        raise AttributeError(f"module 'daskgrad' has no attribute {name!r}.{nearest(name, public)}{sums}", name=name)

@@ -154,6 +154,13 @@ def bind(
     labels = source.labels
     free = [name for name in signature.required if name not in inputs and name not in shared]
     if _takes_whole_row(labels, free, signature.names, inputs, row_wrt):
+        if type(fn).__module__.startswith("torch.nn."):
+            raise PlanError(
+                f"{function_name(fn)} is a module of torch, whose argument {free[0]!r} names no column and would get the whole row, which "
+                f"is no tensor. Say which columns make the tensor: inputs={{{free[0]!r}: ['f0', 'f1']}} stacks them into a vector. By its "
+                "parameters: a function that takes the module as an argument, with shared={'model': model}. The columns: "
+                f"{listing(labels or [])}."
+            )
         if not row_wrt and not values_only:
             raise PlanError(_row_needs_wrt(fn, free[0], labels))
         columns = row_wrt if labels is None else list(labels)

@@ -69,6 +69,25 @@ def look(plan: Plan) -> Captured:
     return Captured(_draws_outside_torch(plan), _scripted.reads_values(reachable(plan)), by_storage(captured))
 
 
+def narrow(plan: Plan) -> Iterator[tuple[str, Any]]:
+    """The modules and tensors in reach, by name, that are floating and not float64, with their dtypes."""
+    import torch
+
+    for name, value in reachable(plan):
+        tensors = [value] if isinstance(value, torch.Tensor) else [*value.parameters(), *value.buffers()] if is_module(value) else []
+        for tensor in tensors:
+            if tensor.is_floating_point() and tensor.dtype != torch.float64 and value is not plan.fn:
+                yield name, tensor.dtype
+                break
+
+
+def tensors_of(plan: Plan) -> Iterator[tuple[str, Any]]:
+    """The tensors that a row function is given or captures, by name, with their dtypes."""
+    import torch
+
+    return ((name, value.dtype) for name, value in reachable(plan) if isinstance(value, torch.Tensor))
+
+
 def by_storage(values: Iterable[tuple[str, Any]]) -> dict[int, str]:
     """The tensors among `values`, those of modules included, by their storage."""
     import torch
@@ -112,6 +131,25 @@ def _of_numpy(fn: types.FunctionType) -> bool:
 def modules(plan: Plan) -> Iterator[tuple[str, Any]]:
     """The torch modules that the row function can get at, with the name that its author knows them by."""
     return ((name, value) for name, value in reachable(plan) if is_module(value))
+
+
+def noise(plan: Plan) -> str:
+    """Which layers in reach draw random numbers, being in train mode, and the remedy; empty where none does."""
+    import torch
+
+    found, roots = [], {}
+    for name, module in modules(plan):
+        for path, layer in module.named_modules():
+            rate = getattr(layer, "p" if isinstance(layer, torch.nn.modules.dropout._DropoutNd) else "dropout", 0.0)
+            if layer.training and isinstance(rate, float) and rate > 0:
+                found.append(f"{name}.{path}" if path else name)
+                roots[name] = type(layer).__name__
+    if not found:
+        return ""
+    (kind, *_), several = roots.values(), len(found) > 1
+    which = ", ".join(found[:5]) + (", …" if len(found) > 5 else "")
+    remedy = " and ".join(f"{name}.eval()" for name in roots)
+    return f". {which} {'are' if several else f'is a {kind}'} in train mode{', and draw' if several else ''}: {remedy} ends that. Else"
 
 
 def reachable(plan: Plan) -> Iterator[tuple[str, Any]]:

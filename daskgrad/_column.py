@@ -124,7 +124,7 @@ def derivatives(
         1    8.0   12.0       12.0
     """
     if not isinstance(wanted, Mapping) or not wanted:
-        raise PlanError(f"derivatives needs {{name: derivative}} with at least one name; it got {wanted!r}")
+        raise PlanError(f"derivatives needs {{name: derivative}} with at least one name, as {{'slope': 'x'}}; it got {wanted!r}")
     return apply(data, plan_of(data, fn, wanted, vector=vector, inputs=inputs, shared=shared, **options))
 
 

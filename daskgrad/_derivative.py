@@ -6,9 +6,11 @@ A derivative is a tuple of steps, `()` the value, or a reduction of such a deriv
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+import functools
+import inspect
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -106,11 +108,38 @@ Derivative = Order | Reduction | Total | Aux | Problem
 UNNAMED: Hashable = object()
 """In place of the name of a result that was given none: it gets the column's. (None may itself be a name.)"""
 
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
+
+
+def _checked(make: Callable[Given, Made]) -> Callable[Given, Made]:
+    """`make`, which says how it is called where it is called otherwise."""
+    signature = inspect.signature(make)
+    spelled = ", ".join(name if p.default is p.empty else f"{name}={p.default!r}" for name, p in signature.parameters.items())
+
+    @functools.wraps(make)
+    def checked(*args: Given.args, **kwargs: Given.kwargs) -> Made:
+        unknown = [name for name in kwargs if name not in signature.parameters]
+        try:
+            if unknown:
+                raise TypeError(f"it has no argument {unknown[0]!r}")
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise PlanError(
+                f"dg.{make.__name__}({spelled}) is how it is called: {error}. It says what is wanted and computes nothing: "
+                "dg.grad_column(data, fn, wrt=dg.norm('x')) does."
+            ) from None
+        return make(*args, **kwargs)
+
+    return checked
+
+
 problem = Problem()
 """Asks `derivatives` for a text column: the exception of a row that failed, *gradient not finite while the value is*,
 or *value not finite*; missing where all is well. Asking for it implies `on_error="null"`."""
 
 
+@_checked
 def norm(wrt: Any, *, per_layer: bool = False) -> Norm:
     """The Euclidean norm of the gradient by `wrt`, one number per row: sqrt(Σ gᵢ²).
 
@@ -131,6 +160,7 @@ def norm(wrt: Any, *, per_layer: bool = False) -> Norm:
     return Norm(_orders(wrt, "norm"), per_layer)
 
 
+@_checked
 def dot(wrt: Hashable, vector: Any) -> Dot:
     """The directional derivative: the gradient by `wrt` times `vector`, one number per row: Σ gᵢ vᵢ.
 
@@ -161,7 +191,10 @@ def dot(wrt: Hashable, vector: Any) -> Dot:
     try:
         return Dot(wrt, None, _constant(vector))
     except (TypeError, ValueError, RuntimeError) as error:
-        raise PlanError(f"dot({wrt!r}, ...) needs the label of a column or numbers as its vector, not {vector!r:.80}") from error
+        raise PlanError(
+            f"dot({wrt!r}, ...) needs the label of one column, or numbers, as its vector, not {vector!r:.80}. Several columns make one: "
+            "df['v'] = list(df[[...]].to_numpy()). By a shared module it needs another module, a checkpoint, or {parameter: tensor}."
+        ) from error
 
 
 def _constant(vector: Any) -> Constant:
@@ -169,6 +202,7 @@ def _constant(vector: Any) -> Constant:
     return Constant(array.tobytes(), array.shape)
 
 
+@_checked
 def project(wrt: Any, k: int, seed: int = 0) -> Project:
     """A random projection of the gradient by `wrt` to `k` numbers, which keeps inner products and norms on average.
 

@@ -131,13 +131,36 @@ def _source(argument: Input, table: Any, part: pd.DataFrame | pd.Series) -> str:
     kinds = [cells.kind(code) for code in range(count)]
     static = [kind for kind in kinds if isinstance(kind, StaticKind)]
     shapes = [kind.shape for kind in kinds if not isinstance(kind, StaticKind)]
+    gaps = _gaps(cells, kinds, len(part))
     if static:
         shown = ", ".join(repr(kind.value) for kind in static[:4]) + (", …" if len(static) > 4 else "")
-        return f"{what} ({dtype}): static, the plain value, {shown}"
+        return f"{what} ({dtype}): static, the plain value, {shown}{gaps}"
     if not shapes or set(shapes) == {()}:
-        return f"{what} ({dtype}): a number"
+        return f"{what} ({dtype}): a number{gaps}"
     held = f"an array of shape {shapes[0]}" if len(set(shapes)) == 1 else f"arrays of {len(set(shapes))} shapes, grouped"
-    return f"{what} ({dtype}): {held}"
+    return f"{what} ({dtype}): {held}{gaps}"
+
+
+def _gaps(cells: Any, kinds: Sequence[Any], rows: int) -> str:
+    """How many rows have nothing there, or NaN, and what becomes of them."""
+    text = ""
+    missing = 0 if cells.missing is None else int(cells.missing.sum())
+    if missing:
+        text += f"; missing in {missing} of {_counted(rows, 'row')}, whose results are missing too"
+    nan = 0
+    for code, kind in enumerate(kinds):
+        if isinstance(kind, StaticKind) or kind.dtype.kind not in "fc":
+            continue
+        here = np.ones(rows, bool) if cells.codes is None else cells.codes == code
+        if cells.missing is not None:
+            here = here & ~cells.missing
+        found = cells.take(np.flatnonzero(here))
+        nan += int(np.isnan(found.reshape(len(found), math.prod(kind.shape))).any(axis=1).sum())
+    if nan:
+        text += (
+            f"; NaN in {nan} of {_counted(rows, 'row')}, a number that goes through the function (df.convert_dtypes() makes gaps of them)"
+        )
+    return text
 
 
 def _shared(value: Any) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from . import _captured
 from ._column import derivatives, plan_of
 from ._derivative import problem
 from ._errors import PlanError
@@ -40,7 +41,10 @@ def gradcheck(
         numeric), and a `verdict`: "agrees", "differs", "kink" (the slopes to the left and to the right differ, and the gradient lies
         between them), "not finite", "missing", "complex: not checked by differences", or the exception. Nothing is raised for a row.
 
-    The numeric slope is Richardson's extrapolation of central differences with the steps h and h/2, h = ε^(1/4)·max(1, |x|).
+    The numeric slope is Richardson's extrapolation of central differences with the steps h and h/2, h = ε^(1/4)·max(1, |x|). It is taken
+    in float64 whatever the dtype of the computation, with copies of shared modules and tensors; what was computed in float32 then has to
+    agree with it to float32's rounding. A float32 module that `fn` captures cannot be copied: the differences are float32's as well, and
+    a verdict "differs" says so.
 
     Raises:
         PlanError: the call itself makes no sense.
@@ -88,6 +92,20 @@ class _Check:
 
         dtype = plan.options.dtype or module_dtype([*plan.shared.values(), plan.fn]) or np.dtype("float64")
         self.eps = float(np.finfo(dtype).eps)
+        self.exact = self._in_float64()
+        narrow = [name for name, dtype in _captured.narrow(plan) if name not in plan.shared]
+        self.narrow = narrow[0] if narrow else None
+        if self.narrow is not None:
+            self.exact = (fn, {**call, "dtype": "float32"})
+        self.step = float(np.finfo("float64" if self.narrow is None else "float32").eps) ** 0.25
+
+    def _in_float64(self) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """The function and the call whose values differences are taken of."""
+        from ._captured import is_module
+        from ._shared import doubled
+
+        fn = doubled(self.fn) if is_module(self.fn) else self.fn
+        return fn, {**self.call, "shared": doubled(dict(self.call["shared"] or {})), "dtype": "float64"}
 
     def table(self) -> pd.DataFrame:
         names = list(self.plan.named)
@@ -132,7 +150,9 @@ class _Check:
         if abs(bent) > 100 * exact and abs(bent) > 0.75 * abs(bend) and abs(ours - numeric) <= abs(bent):
             return "kink"
         well = abs(ours - loop) <= exact and abs(ours - numeric) <= exact + 4 * error
-        return "agrees" if well else "differs"
+        if well or self.narrow is None:
+            return "agrees" if well else "differs"
+        return f"differs, in float32: with shared={{{self.narrow!r}: ...}} differences are float64"
 
     # --- slopes by differences
 
@@ -142,7 +162,7 @@ class _Check:
         count = len(cells)
         if not count:
             return np.zeros((4, 0))
-        h = self.eps**0.25 * np.maximum(1.0, np.abs(cells))
+        h = self.step * np.maximum(1.0, np.abs(cells))
         shifts = np.concatenate([s * np.diag(h) for s in (-1, -0.5, 0.5, 1)] + [np.zeros((1, count))])  # (4·elements + 1, elements)
         values = self._values(row, name, cells + shifts)
         with np.errstate(invalid="ignore"):  # inf - inf: the verdict says that it is not finite
@@ -185,10 +205,12 @@ class _Check:
         wanted: dict[Hashable, Any] = {"value": ()}
         if self.plan.form == "row":
             wanted["slope"] = (name,)  # a function of whole rows must be told its arguments
-        values = self._derivatives(points, wanted)["value"]
+        fn, call = self.exact
+        values: Any = derivatives(points, fn, wanted, **call)["value"]
         if any(np.ndim(value) for value in values):
             return np.full(len(cells), np.nan)
-        return values.to_numpy(dtype="float64", na_value=np.nan)
+        found: NDArray[np.float64] = values.to_numpy(dtype="float64", na_value=np.nan)
+        return found
 
 
 def _without_numbers(name: Hashable, verdict: str) -> tuple[Any, ...]:

@@ -23,6 +23,7 @@ from . import _anomaly, _scripted, _threads
 from ._ambient import checkpoint, keep_memory, slow_rules
 from ._derivative import Derivative, Dot, Total
 from ._errors import GraphError, PlanError
+from ._lines import at_line
 from ._mode import RowMode
 from ._options import Options
 from ._output import Wish, derived, taken
@@ -121,6 +122,7 @@ class Job:
         seed: where random draws of these rows begin.
         scripted: TorchScript in `fn` reads values, which only a dispatch mode sees.
         native: compiled kernels for these rows, where they are wanted.
+        noise: says which layers draw random numbers, where some do.
         report: what was seen, for `explain`.
     """
 
@@ -134,6 +136,7 @@ class Job:
     seed: int = 0
     scripted: bool = False
     native: Native | None = None
+    noise: Callable[[], str] = str
     report: Report = field(default_factory=Report)
 
 
@@ -166,6 +169,7 @@ class _Solver:
         walked: the paths of which batches have come to their end.
         lost: what torch says of a row on its own, and no batch of it does better.
         alone: what watched the row that was last tried on its own.
+        parted: as in `Paths`, of all runs so far.
     """
 
     job: Job
@@ -184,6 +188,7 @@ class _Solver:
     walked: set[Answers] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
     alone: RowMode | None = None
+    parted: tuple[int, str] = (0, "")
 
     # --- the queue of paths
 
@@ -224,19 +229,26 @@ class _Solver:
         rows = pieces[0] if len(pieces) == 1 else np.sort(np.concatenate(pieces))
         if self._may_loop and answers == () and self.seen >= 4096 and len(self.queue) * FEW > self.seen:
             self.hopeless[()] = f"{self.seen} rows took {len(self.queue)} different paths"
-            self.sink.slower(f"rows go one by one, since nearly every row takes a path of its own ({self.hopeless[()]})")
+            self.sink.slower(f"rows go one by one, since nearly every row takes a path of its own ({self.hopeless[()]}){self._where}")
             return answers, rows
         if len(rows) > self.size and answers not in self.hopeless and self._compiled(answers) is None:
             self._push(answers, rows[self.size :])
             rows = rows[: self.size]
         return answers, rows
 
+    @property
+    def _where(self) -> str:
+        """The line where nearly every row goes its own way, where there is one."""
+        count, line = self.parted
+        return f": they part at {line}, which has a value of its own in nearly every row" if count else ""
+
     def _loop_few(self, few: list[Rows]) -> None:
         if not few:
             return
         rows = np.sort(np.concatenate(few))
         if len(rows) > 1024 and 4 * len(rows) > len(self.job.rows):
-            self.sink.slower(f"{len(rows)} of {len(self.job.rows)} rows go one by one, since hardly any others take the same path")
+            how_many = f"{len(rows)} of {len(self.job.rows)}"
+            self.sink.slower(f"{how_many} rows go one by one, since hardly any others take the same path{self._where}")
         self.one_by_one(rows)
 
     # --- one batch
@@ -369,6 +381,7 @@ class _Solver:
 
     def _part(self, paths: Paths) -> None:
         """Come back for the rows that have left the path."""
+        self.parted = max(self.parted, paths.parted)
         for answers, rows in paths.left:
             self._push(answers, rows)
 
@@ -400,7 +413,7 @@ class _Solver:
             return
         good = self._good_row(rows)
         if good is not None and not self._find_settings(answers, good, error):
-            self._give_up(answers, rows, f"{type(error).__name__}: {_first_line(error)}")
+            self._give_up(answers, rows, _reason(error))
         elif good is not None and self.changed:
             self.apart.append((answers, rows))
         elif len(rows) == 1:
@@ -418,7 +431,7 @@ class _Solver:
             if self._find_settings(answers, good, error) and self.changed:
                 self.false_alarms = 0
             else:
-                self._give_up(answers, rows[:0], f"{type(error).__name__}: {_first_line(error)}")
+                self._give_up(answers, rows[:0], _reason(error))
 
     def _good_row(self, rows: Rows) -> int | None:
         """A row that is well on its own, of three that are tried."""
@@ -461,7 +474,9 @@ class _Solver:
             self.changed = (fresh, fallback) != before
             self.fresh, self.fallback = fresh, fallback
             if fallback and not before[1]:
-                self.sink.slower(f"torch has no batching rule for an operation and loops over rows inside: {_first_line(error)}")
+                self.sink.slower(
+                    f"torch has no batching rule for an operation and loops over rows inside: {_first_line(error)}{at_line(error)}"
+                )
             return True
         return False
 
@@ -480,7 +495,7 @@ class _Solver:
     def _only_row(self, row: int, error: Exception) -> None:
         """engine="vmap", one row: its own error, or the batch's."""
         alone = self._alone(row)
-        self.sink.fail(row, alone if alone is not None else _refused(f"{type(error).__name__}: {_first_line(error)}", error))
+        self.sink.fail(row, alone if alone is not None else _refused(_reason(error), error))
 
     # --- random draws
 
@@ -592,7 +607,7 @@ class _Solver:
         finally:
             if before is not None and not torch.equal(before, torch.get_rng_state()):
                 torch.set_rng_state(before)
-                raise _random() from None
+                raise _random(job.noise()) from None
         if mode.missing:
             raise MissingCell
         if mode.cut is not None:
@@ -662,11 +677,15 @@ def _refused(why: str, cause: Exception | None = None) -> Exception:
     return error
 
 
-def _random() -> PlanError:
+def _random(noise: str) -> PlanError:
     return PlanError(
-        "the row function draws random numbers, which is refused unless it is meant: randomness='different' draws anew for each row, "
-        "randomness='same' gives every row the same draw; seed= makes the column repeatable"
+        f"the row function draws random numbers, which is refused unless it is meant{noise}: randomness='different' draws anew for each "
+        "row, randomness='same' gives every row the same draw; seed= makes the column repeatable"
     )
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {_first_line(error)}{at_line(error)}"
 
 
 def _first_line(error: BaseException) -> str:

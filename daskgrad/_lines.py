@@ -11,6 +11,7 @@ import importlib.util
 import linecache
 import os
 import sys
+import sysconfig
 import types
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -49,12 +50,40 @@ def users_line() -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_inside()):
         frame = frame.f_back
-    file, number = frame.f_code.co_filename, frame.f_lineno
+    return _told(frame.f_code, frame.f_lineno, frame.f_globals)
+
+
+def _told(code: types.CodeType, number: int, module: Mapping[str, object]) -> str:
+    file = code.co_filename
     called = _called(file)
     if file == _NO_FILE:
-        file, called = _files.get(_identity(frame.f_code), (file, called))
-    source = linecache.getline(file, number, frame.f_globals).strip()
+        file, called = _files.get(_identity(code), (file, called))
+    source = linecache.getline(file, number, dict(module)).strip()
     return f"{called}:{number}" + (f" `{source}`" if source else "")
+
+
+def line_of(error: BaseException) -> str:
+    """File, line and source where the user's code raised `error`, or called what did; empty where no code of his is among the calls.
+
+    Of his calls the innermost outside of installed packages, else the innermost that is neither torch's nor daskgrad's.
+    """
+    found: tuple[types.CodeType, int, Mapping[str, object]] | None = None
+    own = False
+    step = error.__traceback__
+    while step is not None:
+        file = step.tb_frame.f_code.co_filename
+        if not file.startswith(_inside()) and not file.startswith("<frozen"):
+            installed = file.startswith(_installed())
+            if not installed or not own:
+                found, own = (step.tb_frame.f_code, step.tb_lineno, step.tb_frame.f_globals), not installed
+        step = step.tb_next
+    return "" if found is None else _told(*found)
+
+
+def at_line(error: BaseException) -> str:
+    """`, at file:line` and the source, where there is one to tell."""
+    line = line_of(error)
+    return f", at {line}" if line else ""
 
 
 def _called(file: str) -> str:
@@ -70,6 +99,13 @@ def _inside() -> tuple[str, ...]:
     torch = importlib.util.find_spec("torch")
     files = [__file__] if torch is None or torch.origin is None else [__file__, torch.origin]
     return tuple(os.path.dirname(file) + os.sep for file in files)
+
+
+@functools.cache
+def _installed() -> tuple[str, ...]:
+    """The folders of Python's own modules and of installed packages."""
+    found = sysconfig.get_paths()
+    return tuple(found[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 def _identity(code: types.CodeType) -> Code:

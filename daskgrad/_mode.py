@@ -39,6 +39,12 @@ _FIRST = ("condition", "input", "data", "obj")
 """What torch calls the first argument of the functions below, where it is given by keyword."""
 
 
+_IN_TORCH = (
+    "Use the torch operation instead (torch.exp for math.exp), compare tensors with tensors, or write x.detach() where the value is meant "
+    "to be a constant."
+)
+
+
 class RowMode(TorchFunctionMode):
     """Watches one call of the row function: on one row, or (with `paths`) on a batch of rows under vmap.
 
@@ -220,12 +226,10 @@ class RowMode(TorchFunctionMode):
 
     # what is to be done about it
 
-    def refuse(self, what: str) -> None:
+    def refuse(self, what: str, remedy: str = _IN_TORCH) -> None:
         """Raise for a differentiated value that leaves torch by `what`, at the user's line."""
         self.cut = self.cut or GraphError(
-            f"{users_line()}: {what} takes a differentiated value out of torch, so no gradient could pass. Use the torch operation "
-            "instead (torch.exp for math.exp), compare tensors with tensors, or write x.detach() where the value is meant to be a "
-            "constant."
+            f"{users_line()}: {what} takes a differentiated value out of torch, so no gradient could pass. {remedy}"
         )
         raise self.cut
 
@@ -244,7 +248,7 @@ class RowMode(TorchFunctionMode):
     def unbatchable(self, why: str) -> NoReturn:
         """End the run: rows on this path go one by one."""
         assert self.paths is not None
-        self.paths.stop(Unbatchable(why))
+        self.paths.stop(Unbatchable(f"{why}, at {users_line()}"))
 
     def own(self, result: Any) -> Any:
         """A copy of a fresh buffer for each row, so that rows can write into it."""
@@ -489,6 +493,39 @@ def _takes_numbers(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict
     if any(mode.differentiated(value) for value in [*numbers, *kwargs.values()]):
         mode.refuse(f"{func.__name__}()")
     return _buffer(mode, func, args, kwargs)
+
+
+# --- a gradient inside the row function ---------------------------------------------------------------------------------
+
+
+def _gradient(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.autograd.grad`: needs `create_graph`, else what it gives is a constant for the gradient around it; no batch can do it."""
+    outputs = args[0] if args else kwargs["outputs"]
+    if any(_functorch.is_gradtrackingtensor(tensor) for tensor in _tensors_in([args, kwargs])):  # torch.func.grad's own call
+        return func(*args, **kwargs)
+    graph = kwargs.get("create_graph", args[4] if len(args) > 4 else False)
+    if not graph and any(mode.differentiated(output) for output in _tensors_in([outputs])):
+        mode.refuse(
+            "torch.autograd.grad() without create_graph=True",
+            "Write torch.func.grad(f)(x), which runs in batches, or create_graph=True; or differentiate something.detach() where the "
+            "slope is meant to be a constant.",
+        )
+    if mode.paths is not None:
+        mode.unbatchable("torch.autograd.grad() of a batch is not to be had; torch.func.grad(f)(x) is")
+    return func(*args, **kwargs)
+
+
+def _backward(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`y.backward()`: it puts gradients where nobody looks for them."""
+    if any(mode.differentiated(output) for output in _tensors_in([args[0] if args else [*kwargs.values()]])):
+        mode.refuse(
+            f"{func.__name__}()",
+            "A row function returns the value, and daskgrad differentiates it: leave backward() out, and return what it was called on. "
+            "A slope that is needed inside is torch.func.grad(f)(x).",
+        )
+    if mode.paths is not None:
+        mode.unbatchable("backward() inside")
+    return func(*args, **kwargs)
 
 
 # --- attributes that vmap hides ---------------------------------------------------------------------------------------
@@ -778,6 +815,9 @@ _HANDLERS: dict[Any, _Handler] = {
     Tensor.select_scatter: _select_scatter,
     torch.index_select: _index_select,
     Tensor.index_select: _index_select,
+    torch.autograd.grad: _gradient,
+    torch.autograd.backward: _backward,
+    Tensor.backward: _backward,
     torch.roll: _roll,
     Tensor.roll: _roll,
     torch.max: _extreme,

@@ -129,7 +129,7 @@ def derived(
     if not (reached or used or wish.allow_unused) and (wish.named or wish.targets):
         sources = [*leaves.values(), *(uses.wanted() if uses is not None else ())]
         if not (differentiable and reaches(value, sources)):
-            raise GraphError(_unreached(wish))
+            raise GraphError(_unreached(wish, value))
     found: dict[Derivative, Tensor] = dict(zip(wish.extras, extras, strict=True))
     like = source if lead else source[None]
     for derivative in wish.derivatives:
@@ -145,7 +145,14 @@ def derived(
     return found
 
 
-def _unreached(wish: Wish) -> str:
+def _unreached(wish: Wish, value: Tensor) -> str:
+    if not (value.is_floating_point() or value.is_complex()):
+        what = "a truth" if value.dtype == torch.bool else "an integer"
+        return (
+            f"the row function returned {what} (a {str(value.dtype).removeprefix('torch.')} tensor), which has no gradient: a floating "
+            "number is needed. In place of a comparison write something smooth, as torch.sigmoid((x - y) / width), or "
+            "torch.where(x > y, a, b) of numbers that depend on x; allow_unused=True gives zeros."
+        )
     asked = ", ".join(map(str, [*wish.named, *wish.shared]))
     why = "a comparison, a branch, or one side of max()?"
     if wish.targets:
@@ -205,4 +212,5 @@ def _by_parameters(
     step = order[0]
     if isinstance(step, Dot):
         return _parameters.along(parts, wish.along[step], like)
-    return _parameters.flattened(parts, wish.targets, wish.of_parameters(order), like)
+    flat = _parameters.flattened(parts, wish.targets, wish.of_parameters(order), like)
+    return flat[:, 0] if wish.of_parameters(order) == (step,) and not wish.targets[str(step)].dim() else flat  # a number stays one

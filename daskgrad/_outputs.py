@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,11 +34,14 @@ def outputs_of(
     by_name: dict[Hashable, Input],
     bound: tuple[Input, ...],
     parameters: Mapping[Hashable, tuple[str, ...]],
+    numbers: Collection[Hashable],
 ) -> tuple[Output, ...]:
+    """`numbers`: the shared parameters that are numbers, tensors of shape ()."""
     outputs: list[Output] = []
     for label, derivative in asked:
         if parameters and any(name in parameters for name in arguments_of(derivative)):
-            outputs.append(Output(written(derivative) if label is UNNAMED else label, derivative, _number(source, derivative, bound)))
+            dtype = _number(source, derivative, bound, numbers)
+            outputs.append(Output(written(derivative) if label is UNNAMED else label, derivative, dtype))
             continue
         stacked = isinstance(derivative, tuple) and len(derivative) == 1 and _stacked(derivative[0], by_name)
         if label is UNNAMED and stacked:
@@ -67,9 +70,10 @@ def _label(derivative: Derivative, by_name: dict[Hashable, Input]) -> Hashable:
     return str(derivative[0]) if isinstance(derivative, tuple) else str(derivative)
 
 
-def _number(source: Source, derivative: Derivative, bound: tuple[Input, ...]) -> Any:
+def _number(source: Source, derivative: Derivative, bound: tuple[Input, ...], numbers: Collection[Hashable]) -> Any:
     """The dtype of a derivative by shared parameters: an array of all of them, or a number of the floating dtype of what is read."""
-    formed = isinstance(derivative, Project | Total) or (isinstance(derivative, tuple) and not isinstance(derivative[0], Dot))
+    formed = isinstance(derivative, Project | Total)
+    formed |= isinstance(derivative, tuple) and not isinstance(derivative[0], Dot) and derivative[0] not in numbers
     if formed:
         return np.dtype(object)
     dtypes = [gradient_dtype_of(source, c) for a in bound for c in a.columns if differentiable(source, c)]

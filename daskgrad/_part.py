@@ -16,7 +16,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from . import _compiled, _kernel
+from . import _captured, _compiled, _kernel
 from ._ambient import neutral
 from ._cells import ArrayKind, StaticKind
 from ._derivative import Derivative, Dot, Total, directions_of
@@ -121,6 +121,7 @@ def job_of(
         device=shared.device,
         directions=_constants(plan, shared.device),
         scripted=plan.captured.scripted,
+        noise=lambda: _captured.noise(plan),
     )
 
 

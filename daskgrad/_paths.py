@@ -14,6 +14,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from ._lines import users_line
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -72,6 +74,7 @@ class Paths:
         answers: the answers so far; a run begins with those that its rows gave before.
         active: which of `rows` are still on the path, None for all, (active,) indices into `rows`.
         left: the rows that have left, with their answers.
+        parted: how many answers the question had that nearly every row answers in its own way, and the user's line where it was asked.
         nbytes: what the results of the run's torch calls hold so far, views counted too.
     """
 
@@ -85,6 +88,7 @@ class Paths:
         self.left: list[tuple[Answers, Rows]] = []
         self.signal: Signal | None = None
         self.nbytes = 0
+        self.parted = (0, "")
         self._asked = 0
 
     @property
@@ -107,6 +111,8 @@ class Paths:
         if len(uniques) == 1:
             self.answers.append(uniques[0])
             return uniques[0]
+        if len(uniques) * FEW > len(here) > FEW and len(uniques) > self.parted[0]:
+            self.parted = (len(uniques), users_line())
         answer = self._part(codes, uniques)
         assert self.active is not None
         if strict or 2 * len(self.active) < len(self.rows):

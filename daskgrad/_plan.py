@@ -32,6 +32,7 @@ from ._wishes import (
     by_layer,
     check_differentiable,
     column_directions,
+    numbers_in,
     parameter_wishes,
     refuse_complex_orders,
     several_states,
@@ -195,13 +196,13 @@ def make(
     named = _named([derivative for _, derivative in asked], parameters, bound)
     by_name = {argument.name: argument for argument in bound}
     for name in named:
-        check_differentiable(source, fn, name, by_name, shared)
+        check_differentiable(source, fn, name, by_name, shared, signature.defaults)
     refuse_complex_orders(source, [derivative for _, derivative in asked], by_name)
     read = bound
     if form == "row":
         bound = tuple(by_name[name] for name in named)
         read = bound or _that_stand_once(source, by_name)
-    outputs = outputs_of(source, asked, by_name, read, parameters)
+    outputs = outputs_of(source, asked, by_name, read, parameters, numbers_in(shared, parameters))
     if output == "vector":
         outputs = tuple(replace(o, dtype=np.dtype(object)) if isinstance(o.derivative, tuple) else o for o in outputs)
     if checkpoints is not None:

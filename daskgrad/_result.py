@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,20 +10,23 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from ._captured import modules
+from . import _dtypes
+from ._captured import modules, reachable, tensors_of
 from ._cells import python_value, shown_label
 from ._columns import ColumnBuilder
 from ._derivative import Aux, Derivative, Problem, Total, arguments_of
 from ._errors import DaskgradError, GraphError, PlanError, RowError, UsersOwn
 from ._kernel import Report
+from ._lines import at_line
 from ._names import function_name, said, shown
 from ._outputs import Output
 from ._paths import Rows
 from ._plan import Plan
 from ._records import DEFAULT
 from ._shared import module_dtype
+from ._source import column_of
 from ._table import Cast, Table, as_slice, dtypes_of, kind_of
-from ._warn import slower
+from ._warn import nothing, slower
 from ._watch._reporter import Reporter, current
 
 
@@ -153,12 +157,27 @@ class Result:
     def finish(self) -> pd.Series | pd.DataFrame:
         if self.reason is not None:
             slower(function_name(self.plan.fn), self.reason)
+        if self.null and not self._problem and not self._filled:
+            self._warn_of_nothing()
         if self.first is not None and not self.null:
             raise self._error(self.first)
         index = self.part.index
         made = {output.label: builder.finish() for output, builder in self._columns.items()}
         columns = [made[o.label] if o.label in made else self._problems(o, index) for o in self.plan.outputs]
         return self.plan.assemble(columns, index)
+
+    def _warn_of_nothing(self) -> None:
+        """Every row failed: that is hardly a matter of the rows. (One row of many partitions says nothing of the others.)"""
+        if self.first is None or (self.partition is not None and len(self.failures) == 1):
+            return
+        cause = self.failures[self.first]
+        count, where = len(self.failures), "" if self.partition is None else f" of partition {self.partition}"
+        failed = f"all {count:,} rows{where} failed and have no result" if count > 1 else "the only row failed and has no result"
+        row = shown_label(self.part.index[self.first])
+        nothing(
+            function_name(self.plan.fn),
+            f"{failed}; {'the first of them' if count > 1 else 'it'}, row {row}: {type(cause).__name__}: {said(cause)}{at_line(cause)}",
+        )
 
     def _problems(self, output: Output, index: pd.Index) -> pd.Series:
         texts = np.full(len(index), None, dtype=object)
@@ -179,10 +198,11 @@ class Result:
         cut = isinstance(cause, GraphError)
         call = f"{function_name(self.plan.fn)}({arguments})"
         if cut:
-            message = f"{where}, {call}: {cause}"
+            message = f"{where}, {call}: {cause}\n{arrays_hint(self.plan, cause)}".rstrip()
         else:
             message = (
-                f"{call} failed in {where}: {type(cause).__name__}: {said(cause)}\n{dtype_hint(self.plan, self.part)}"
+                f"{call} failed in {where}: {type(cause).__name__}: {said(cause)}{at_line(cause)}\n"
+                f"{dtype_hint(self.plan, self.part, cause)}{arrays_hint(self.plan, cause)}{_row_hint(cause)}"
                 f"{_gap_hint(values)}{_others_hint(row)}"
             )
         kind = GraphError if cut else RowError
@@ -229,6 +249,8 @@ class Sums(Result):
         return None
 
     def finish(self) -> pd.Series:
+        if self.null and not self.count:
+            self._warn_of_nothing()
         if self.first is not None and not self.null:
             raise self._error(self.first)
         cell = np.empty(1, dtype=object)
@@ -236,19 +258,61 @@ class Sums(Result):
         return pd.Series(cell, name=self.plan.outputs[0].label)
 
 
-def dtype_hint(plan: Plan, part: pd.DataFrame | pd.Series) -> str:
-    """Where a captured module computes in another dtype than the table: both, and the two remedies."""
-    ours = Cast(plan, None, [kind_of(dtype) for dtype in dtypes_of(part)]).floating
+_OF_DTYPES = re.compile(r"dtype|scalar type|\b(Double|Float|Half|Long|Int|Char|Byte|Bool)\b|\b(double|float|long int)\b")
+
+
+def dtype_hint(plan: Plan, part: pd.DataFrame | pd.Series, cause: BaseException) -> str:
+    """Where torch was given two dtypes: which there are, the rule, and what to write."""
+    if not isinstance(cause, RuntimeError | TypeError | ValueError) or not _OF_DTYPES.search(said(cause)):
+        return ""
+    own = module_dtype([*plan.shared.values(), plan.fn])
+    ours = Cast(plan, own, [kind_of(dtype) for dtype in dtypes_of(part)]).floating
+    found, remedies = [], []
     for name, module in modules(plan):
         theirs = module_dtype([module])
-        if name == "fn":  # its dtype has decided already
-            return ""
-        if theirs is not None and theirs != ours and name not in plan.shared:
-            return (
-                f"The table is {ours}, and the module {name!r} that the function captures is {theirs}: pass it as an argument with "
-                f"shared={{{name!r}: {name}}}, whose dtype then decides, or ask for dtype={theirs.name!r}.\n"
+        if theirs is not None and theirs != ours and name not in plan.shared and name != "fn":
+            found.append(f"the module {name!r} that the function captures is {theirs}")
+            remedies.append(
+                f"pass it as an argument with shared={{{name!r}: {name}}}, whose dtype then decides, or ask for dtype={theirs.name!r}"
             )
-    return ""
+    for name, dtype in tensors_of(plan):
+        if dtype.is_floating_point and str(dtype) != f"torch.{ours.name}":
+            found.append(f"the tensor {name!r} is {str(dtype).removeprefix('torch.')}")
+            remedies.append(f"write {name}.to(torch.{ours.name})")
+    for name in _whole_numbers(plan, part):
+        found.append(f"{name!r} is int64, for an integer that is not differentiated stays one")
+        remedies.append(f"write {name}.to(torch.{ours.name}) where a floating number is wanted")
+    if not found:
+        return ""
+    table = f"The function computes in {ours}, as its module does" if own is not None else f"The table is {ours}"
+    return f"{table}, and {', '.join(found[:3])}: {'; '.join(remedies[:3])}.\n"
+
+
+def _whole_numbers(plan: Plan, part: pd.DataFrame | pd.Series) -> list[str]:
+    """The arguments that are integers inside."""
+    given = {a.name: [column_of(part, column).dtype for column in a.columns] for a in plan.inputs if a.name not in plan.named}
+    return [str(name) for name, dtypes in given.items() if all(_dtypes.role(dtype) == "integer" for dtype in dtypes)]
+
+
+def arrays_hint(plan: Plan, cause: BaseException) -> str:
+    """Where a tensor met a NumPy array: which one it may be, and what to write."""
+    if not re.search(r"numpy\.ndarray|a NumPy conversion", said(cause)):
+        return ""
+    arrays = [(name, value) for name, value in reachable(plan) if isinstance(value, np.ndarray)]
+    if not arrays:
+        return ""
+    name = arrays[0][0]
+    as_tensor = f"shared={{{name!r}: torch.from_numpy({name})}}" if name in plan.shared else f"{name} = torch.from_numpy({name})"
+    return f"{name!r} is a NumPy array, and torch's operators do not take it: {as_tensor} makes it a tensor.\n"
+
+
+def _row_hint(cause: BaseException) -> str:
+    if "RowView" not in said(cause):
+        return ""
+    return (
+        "The function gets the whole row, which is no tensor: read columns from it (row.x, row['x']), or name the columns that make one "
+        "tensor, inputs={argument: ['f0', 'f1']}.\n"
+    )
 
 
 def _short(value: Any) -> str:

@@ -86,6 +86,19 @@ def _copy(value: Any) -> Any:
     return value
 
 
+def doubled(value: Any) -> Any:
+    """A copy with its floating tensors in float64: of a module, a tensor, and what dicts, lists and tuples hold."""
+    copied = copies({"value": value})["value"]
+    if isinstance(copied, nn.Module):
+        return copied.double()
+    if isinstance(copied, Tensor):
+        return copied.double() if copied.is_floating_point() else copied
+    if type(copied) in (dict, list, tuple):
+        made = [doubled(item) for item in (copied.values() if isinstance(copied, dict) else copied)]
+        return dict(zip(copied, made, strict=True)) if isinstance(copied, dict) else type(copied)(made)
+    return copied
+
+
 def _ready(value: Any, device: torch.device) -> Any:
     """On the device, recording no graph: derivatives by a parameter come from its calls and copies (`_parameters`), not from itself."""
     if isinstance(value, nn.Module):

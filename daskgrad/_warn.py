@@ -35,19 +35,27 @@ def current_call() -> bytes | None:
 
 def slower(function: str, reason: str) -> None:
     """Warn that `function` runs slower than it could, at the user's line; on a worker, where the call was made."""
+    _once(b"", f"{function}: {reason}", EngineWarning)
+
+
+def nothing(function: str, what: str) -> None:
+    """Warn that a part has no result at all."""
+    _once(b"nothing", f"{function}: {what}", RuntimeWarning)
+
+
+def _once(kind: bytes, message: str, category: type[Warning]) -> None:
     call = _call.get()
     if call is not None:
-        if call in _said:
+        if call + kind in _said:
             return
-        _said[call] = None
+        _said[call + kind] = None
         if len(_said) > _KEPT:
             _said.pop(next(iter(_said)))
-    message = f"{function}: {reason}"
     distributed = sys.modules.get("distributed")
     if distributed is not None and _on_worker(distributed):
-        distributed.worker.warn(message, category=EngineWarning)
+        distributed.worker.warn(message, category=category)
     else:
-        warnings.warn(message, EngineWarning, stacklevel=_users_level())
+        warnings.warn(message, category, stacklevel=_users_level())
 
 
 def _on_worker(distributed: Any) -> bool:

@@ -23,9 +23,21 @@ def check_differentiable(
     name: Hashable,
     by_name: dict[Hashable, Input],
     shared: dict[str, Any],
+    defaults: Mapping[str, Any],
 ) -> None:
     """Refuse a derivative by what no column feeds, or by a column that has none. (By a shared argument: `parameter_wishes`.)"""
     if name not in by_name:
+        if callable(name):
+            called = function_name(name)
+            raise PlanError(
+                f"the derivative by the function {called} is asked for: call it, as in dg.norm('x'), or name an argument, wrt='x'"
+            )
+        if name in defaults:
+            raise PlanError(
+                f"the derivative by {name!r} is asked for, but no column feeds it, so it is its default, {defaults[str(name)]!r:.60}. "
+                f"inputs={{{name!r}: column}} says which column does; shared={{{name!r}: torch.tensor(...)}} makes it a tensor that every "
+                "row shares, by which can be differentiated."
+            )
         fed = [argument.name for argument in by_name.values() if name in argument.columns]
         hint = f" The column {name!r} feeds the argument {fed[0]!r}: ask for that." if fed else nearest(name, [*by_name, *shared])
         raise PlanError(
@@ -105,11 +117,36 @@ def parameter_wishes(fn: Callable[..., Any], derivatives: Sequence[Derivative], 
         if not meant:
             raise PlanError(
                 f"the derivative by {name!r} is asked for, but {function_name(fn)} has no such shared parameter. Possible: "
-                f"{listing(there)}.{nearest(name, there)}"
+                f"{listing(there)}.{nearest(name, there) or _as_tensor(name, shared)}"
             )
     for derivative in derivatives:
         _check_parameter_order(derivative, found, there, known)
     return found
+
+
+def numbers_in(shared: dict[str, Any], parameters: Mapping[Hashable, tuple[str, ...]]) -> set[Hashable]:
+    """Those of the keys of `parameters` that mean one shared tensor of shape (), a number."""
+    if not parameters:
+        return set()
+    from ._parameters import parameters_of
+
+    return {name for name, tensor in parameters_of(shared).items() if parameters.get(name) == (name,) and not tensor.dim()}
+
+
+def _as_tensor(name: Hashable, shared: dict[str, Any]) -> str:
+    """The remedy where a shared argument is a number, or an array, or holds integers: those have no gradient, a floating tensor has."""
+    value = shared.get(str(name))
+    kind = type(value).__name__
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return f" {name!r} is the {kind} {value!r}: shared={{{name!r}: torch.tensor({float(value)!r})}} makes it one."
+    dtype = str(getattr(value, "dtype", ""))
+    if dtype.startswith("torch."):
+        return f" {name!r} is a tensor of {dtype}: {name}.double() is floating."
+    if hasattr(value, "__array__"):
+        return f" {name!r} is a NumPy {kind}: shared={{{name!r}: torch.from_numpy({name})}} makes it one."
+    if isinstance(value, Mapping | list | tuple):
+        return f" {name!r} is a {kind} without floating tensors: torch.tensor(...) of what is in it makes them."
+    return f" {name!r} is a {kind}: modules, tensors, and dicts of tensors have parameters."
 
 
 def several_states(shared: dict[str, Any]) -> tuple[str, tuple[State, ...]] | None:
@@ -157,7 +194,8 @@ def _check_parameter_order(
         unknown = [name for name, _ in step.tensors if not any(path == name or path.endswith(f".{name}") for path in known)]
         if unknown:
             raise PlanError(
-                f"dot({step.wrt!r}, ...): the direction names {unknown[0]!r}, which is no parameter.{nearest(unknown[0], known)}"
+                f"dot({step.wrt!r}, ...): the direction names {unknown[0]!r}, which is no parameter. The parameters: {listing(known)}."
+                f"{nearest(unknown[0], known)}"
             )
         directions_by_path(step, {name: tuple(there[name].shape) for name in found[step.wrt]})
 
@@ -175,6 +213,13 @@ def directions_by_path(step: Dot, shapes: Mapping[str, tuple[int, ...]]) -> dict
         if constant is None or len(paths) != 1:
             if constant is not None and step.tensors and not paths:
                 continue  # a buffer of a checkpoint, or a parameter outside of the part that was named
+            if not name:
+                got = f"the column {step.column!r}" if constant is None else f"an array of shape {constant.shape}"
+                raise PlanError(
+                    f"dot({step.wrt!r}, ...) needs a direction for each parameter: {{parameter: tensor}}, a module, or a checkpoint, and "
+                    f"it got {got}. The parameters: {listing(shapes)}. Of tensors in their order: "
+                    "dict(zip(dict(model.named_parameters()), tensors))."
+                )
             raise PlanError(
                 f"dot({step.wrt!r}, ...) needs {{parameter: tensor}}, a module or a checkpoint as its direction. {name!r} fits "
                 f"{len(paths)} of the parameters {listing(shapes)}."

@@ -9,7 +9,7 @@ import pytest
 
 import daskgrad as dg
 
-FUNCTIONS = {name: value for name, value in vars(dg).items() if inspect.isfunction(value)}
+FUNCTIONS = {name: value for name, value in vars(dg).items() if inspect.isfunction(value) and not name.startswith("_")}
 
 
 @pytest.mark.parametrize("name", sorted(FUNCTIONS))

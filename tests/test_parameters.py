@@ -118,6 +118,8 @@ def assert_by_parameters(
         "project": [None if g is None else (g @ matrix).numpy() for g in flat],
         "gradient": [None if g is None else g.numpy() for g in flat],
     }
+    if paths == [wish] and not vector[wish].dim():  # a number by a number
+        expected["gradient"] = [None if g is None else float(g) for g in flat]
     given = vector if len(paths) > 1 or paths != [wish] else vector[wish]
     wanted: Any = {"norm": dg.norm(wish), "dot": dg.dot(wish, given), "project": dg.project(wish, 3, 5), "gradient": wish}
     largest = max((float(g.norm()) for g in flat if g is not None), default=0.0)
