@@ -1,18 +1,22 @@
-"""What many partitions, and long ones, cost: ci/load [--quick] [--rows ROWS].
+"""What many partitions, and long ones, cost: ci/load [--quick] [--rows ROWS] [--workers N].
 
-Three loads on two worker processes, each with a limit of 2 GB: 10,000 partitions of 1,000 rows; ROWS rows streaming from Parquet to
-one sum; one partition of 10 million rows. For each: seconds, bytes of the graph for a partition, and the peak memory of scheduler
-and workers above what they had before.
+Loads on worker processes, each with a limit of 2 GB: 10,000 partitions of 1,000 rows, beside Dask alone; one partition of 10
+million rows; ROWS rows streaming from Parquet to one sum; a model of 200 MB that every worker needs. For each: seconds, bytes of the
+graph, processor time of scheduler and client, and the peak memory of each process above what it had before.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
+import platform
 import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -70,38 +74,101 @@ def watched(processes: dict[str, psutil.Process]) -> Iterator[dict[str, float]]:
         thread.join()
 
 
-def measured(client: Any, make: Callable[[], Any], rows: int) -> str:
-    """A line about the sum of the gradient column of a frame of `rows` rows, which must be right."""
-    pids = client.run(lambda: __import__("os").getpid())
-    processes = {f"worker {k}": psutil.Process(pid) for k, pid in enumerate(pids.values())}
-    processes["scheduler and client"] = psutil.Process()
+def measured(client: Any, name: str, make: Callable[[], Any], rows: int) -> None:
+    """Print what the sum of the gradient column of a frame of `rows` rows costs, which must be right."""
+    processes = processes_of(client)
     frame = make()
     with watched(processes) as peaks:
-        began = time.perf_counter()
+        began, busy = time.perf_counter(), time.process_time()
         column = dg.grad_column(frame, square)
-        size = len(dumps(dict(column.optimize().__dask_graph__()))) / frame.npartitions
+        graph = len(dumps(dict(column.optimize().__dask_graph__())))
         total = column.sum().compute()
-        seconds = time.perf_counter() - began
+        seconds, busy = time.perf_counter() - began, time.process_time() - busy
     assert np.isclose(total, rows * (rows - 1.0), rtol=1e-9), (total, rows)
-    assert client.run(lambda: __import__("os").getpid()) == pids, "a worker was lost"
-    memory = ", ".join(f"{name} +{peak:,.0f} MB" for name, peak in peaks.items())
-    speed = f"{seconds:.1f} s, {rows / seconds:,.0f} rows/s"
-    return f"{frame.npartitions:,} partitions, {rows:,} rows: {speed}, {size:,.0f} B of graph a partition; {memory}"
+    alive(client, processes)
+    click.echo(f"{name}: {frame.npartitions:,} partitions, {rows:,} rows")
+    click.echo(f"  {seconds:.1f} s, {rows / seconds:,.0f} rows/s")
+    click.echo(f"  graph {graph:,} B, {graph / frame.npartitions:,.0f} B a partition")
+    click.echo(f"  scheduler and client: {busy:.1f} s of processor time, {1e3 * busy / frame.npartitions:.2f} ms a partition")
+    told(peaks)
+
+
+def bare(client: Any, frame: Any) -> None:
+    """Print what Dask alone costs with as many partitions: a function that adds, mapped over them."""
+    busy, began = time.process_time(), time.perf_counter()
+    frame.map_partitions(lambda part: part["x"] + part["x"], meta=("x", float)).sum().compute()
+    seconds, busy = time.perf_counter() - began, time.process_time() - busy
+    click.echo("Dask alone, the same partitions, x + x")
+    click.echo(f"  {seconds:.1f} s; scheduler and client: {busy:.1f} s, {1e3 * busy / frame.npartitions:.2f} ms a partition")
+
+
+def model_of(megabytes: int) -> Any:
+    """A linear layer of that size."""
+    import torch
+
+    return torch.nn.Linear(1000, megabytes * 250, bias=False)
+
+
+def shipped(client: Any, megabytes: int) -> None:
+    """Print what it costs to bring a model to the workers: once each, however many partitions there are."""
+    import torch
+
+    model, partitions = model_of(megabytes), 20
+    data = pd.DataFrame({"x": np.linspace(0, 1, partitions)})
+
+    def loss(model: Any, x: Any) -> Any:
+        return (model.weight[0, 0] * x) ** 2
+
+    processes = processes_of(client)
+    with watched(processes) as peaks:
+        began = time.perf_counter()
+        column = dg.grad_column(dd.from_pandas(data, npartitions=partitions), loss, "x", shared={"model": model})
+        lazy = time.perf_counter() - began
+        graph = len(dumps(dict(column.optimize().__dask_graph__())))
+        found = column.compute()
+        seconds = time.perf_counter() - began
+    weight = float(model.weight.detach()[0, 0])
+    assert np.allclose(found, 2 * weight**2 * torch.from_numpy(data["x"].to_numpy(copy=True)).float().numpy(), rtol=1e-5)
+    alive(client, processes)
+    click.echo(f"a model of {megabytes} MB to {len(processes) - 1} workers, {partitions} partitions")
+    click.echo(f"  {lazy:.1f} s for the call, {seconds:.1f} s in all; graph {graph:,} B")
+    told(peaks, megabytes)
+
+
+def processes_of(client: Any) -> dict[str, psutil.Process]:
+    found = {f"worker {k}": psutil.Process(pid) for k, pid in enumerate(client.run(os.getpid).values())}
+    return {**found, "scheduler and client": psutil.Process()}
+
+
+def alive(client: Any, processes: dict[str, psutil.Process]) -> None:
+    """Raise AssertionError where a worker was lost."""
+    assert set(client.run(os.getpid).values()) == {process.pid for process in processes.values()} - {os.getpid()}, "a worker was lost"
+
+
+def told(peaks: dict[str, float], of: int | None = None) -> None:
+    """Print the peaks of memory; as multiples of so many MB, too."""
+    for name, peak in peaks.items():
+        click.echo(f"  {name}: +{peak:,.0f} MB at most" + ("" if of is None else f", {peak / of:.1f} times the model"))
 
 
 @click.command(help=__doc__)
 @click.option("--quick", is_flag=True, help="Tiny sizes: a check that it runs.")
 @click.option("--rows", type=int, default=100_000_000, show_default=True, help="How many rows stream from Parquet.")
-def main(quick: bool, rows: int) -> None:
+@click.option("--workers", type=int, default=2, show_default=True, help="How many worker processes.")
+def main(quick: bool, rows: int, workers: int) -> None:
     folder = Path(tempfile.mkdtemp(prefix="daskgrad-load-"))
-    partitions, each, long = (100, 10, 100_000) if quick else (10_000, 1_000, 10_000_000)
+    partitions, each, long, megabytes = (100, 10, 100_000, 16) if quick else (10_000, 1_000, 10_000_000, 200)
     rows = 100_000 if quick else rows
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("dask", "pandas", "torch"))
+    click.echo(f"{date.today()}, {os.cpu_count()} cores, Python {platform.python_version()}, {versions}; {workers} workers of 2 GB")
     try:
-        with dg.local_client(n_workers=2, memory_limit="2 GB", dashboard_port=None) as client:
-            dg.grad_column(many(2, 10), square).compute()  # torch is loaded
-            click.echo("many small:  " + measured(client, lambda: many(partitions, each), partitions * each))
-            click.echo("one long:    " + measured(client, lambda: many(1, long), long))
-            click.echo("streaming:   " + measured(client, lambda: stored(folder, rows), rows))
+        with dg.local_client(n_workers=workers, memory_limit="2 GB", dashboard_port=None) as client:
+            dg.grad_column(many(2 * workers, 10), square).compute()  # torch is loaded
+            measured(client, "many small", lambda: many(partitions, each), partitions * each)
+            bare(client, many(partitions, each))
+            measured(client, "one long", lambda: many(1, long), long)
+            measured(client, "streaming from Parquet", lambda: stored(folder, rows), rows)
+            shipped(client, megabytes)
     finally:
         shutil.rmtree(folder)
 
