@@ -6,7 +6,6 @@ and the random generator belong to the process: whoever needs the same ones shar
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,17 +16,6 @@ import torch
 from ._warn import current_call
 
 _functorch: Any = torch._C._functorch
-
-
-@functools.cache
-def keep_memory() -> None:
-    """Let the C library keep what a batch frees for the next one, once in a process.
-
-    glibc gives memory back to the system as soon as a batch is over, and every page of the next batch is then mapped again, which takes
-    up to a quarter of the time. It learns to keep as much as the double of the largest block that has come and gone, of 32 MiB at most:
-    here is one of that size, of which no page is touched. Where an environment variable (`MALLOC_TRIM_THRESHOLD_`) decides, that holds.
-    """
-    torch.empty(31 * 2**20, dtype=torch.uint8, device="cpu")
 
 
 class _Gate:

@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from . import _anomaly, _scripted, _threads
-from ._ambient import checkpoint, keep_memory, slow_rules
+from ._ambient import checkpoint, slow_rules
 from ._derivative import Derivative, Dot, Total
 from ._errors import GraphError, PlanError
 from ._lines import at_line
+from ._malloc import keep_memory
 from ._mode import RowMode
 from ._options import Options
 from ._output import Wish, derived, taken

@@ -25,6 +25,7 @@ from distributed.system import MEMORY_LIMIT
 from distributed.utils import silence_logging_cmgr
 from distributed.worker_memory import parse_memory_limit
 
+from . import _malloc
 from ._errors import PlanError
 from ._main_script import must_be_guarded
 from ._watch._reporter import arrived, leaving
@@ -39,13 +40,7 @@ LEAST_MEMORY = parse_bytes("700 MB")
 # What a worker gets at least where the number of workers is ours to choose.
 ROOMY_MEMORY = parse_bytes("1 GB")
 
-# With Dask's own MALLOC_TRIM_THRESHOLD_ of 64 KiB, glibc maps and faults in every larger temporary again at each
-# operation, which halves the speed of eager torch. These keep temporaries up to 4 MiB on the heap, at no more memory.
-DASK_TRIM_THRESHOLD = "65536"
-MALLOC_SETTINGS = {
-    "MALLOC_MMAP_THRESHOLD_": str(4 * 2**20),
-    "MALLOC_TRIM_THRESHOLD_": str(64 * 2**20),
-}
+MALLOC_SETTINGS = {"MALLOC_MMAP_THRESHOLD_": str(_malloc.MMAP), "MALLOC_TRIM_THRESHOLD_": str(_malloc.TRIM)}
 
 # LocalCluster's arguments that would make the cluster less than private, or another kind of cluster.
 FIXED = {
@@ -155,7 +150,7 @@ class _TunedNanny(Nanny):
         super().__init__(*args, **kwargs)
         for name, ours in MALLOC_SETTINGS.items():
             theirs = self.pre_spawn_env.get(name, os.environ.get(name))
-            if theirs in (None, DASK_TRIM_THRESHOLD):  # anything else is somebody's choice, and stays
+            if theirs in (None, _malloc.DASKS):  # anything else is somebody's choice, and stays
                 self.pre_spawn_env[name] = self.env[name] = ours
 
     async def instantiate(self) -> Status:

@@ -20,7 +20,7 @@ def test_each_load_runs_and_tells_its_costs() -> None:
         "many small: 100 partitions, 1,000 rows",
         "one long: 1 partitions",
         "streaming from Parquet",
-        "a model of 4 MB to 2 workers",
+        "a model of 16 MB to 2 workers",
     ):
         assert load in done.stdout
     assert len(re.findall(r"scheduler and client: .* ms a partition", done.stdout)) == 4
