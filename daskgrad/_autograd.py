@@ -146,7 +146,7 @@ def _by(output: Tensor, leaves: Sequence[Tensor], lead: int, *, create_graph: bo
     if not output.requires_grad:
         return [None] * len(leaves)
     if output.dim() == lead:
-        return list(_grad(output.sum(), leaves, create_graph=create_graph, retain_graph=not last))
+        return list(_grad(output.sum() if create_graph else output, leaves, create_graph=create_graph, retain_graph=not last))
     flat = output.reshape(*output.shape[:lead], -1)  # (*rows, out)
     unseen = _unseen()
     if not create_graph and not unseen and by_columns(flat.shape[-1], sum(leaf.shape[lead:].numel() for leaf in leaves)):
@@ -167,7 +167,7 @@ def _unseen() -> bool:
 
 
 def _grad(output: Tensor, leaves: Sequence[Tensor], *, create_graph: bool, retain_graph: bool) -> Sequence[Tensor | None]:
-    # A sum, not grad_outputs: for those torch imports its symbolic shapes, which takes a second and 100 MB.
+    # Not `torch.autograd.grad` with grad_outputs: for those it imports its symbolic shapes, which takes a second and 100 MB.
     if create_graph:
         # A backward pass that is marked as good for one derivative says so only where what comes in could be differentiated, too.
         output = output * torch.ones_like(output, requires_grad=True)
@@ -175,7 +175,8 @@ def _grad(output: Tensor, leaves: Sequence[Tensor], *, create_graph: bool, retai
         with _InTorch():
             gradients = _engine_run_backward((output,), (one,), True, True, tuple(leaves), True, accumulate_grad=False)
     else:
-        gradients = torch.autograd.grad(output, leaves, retain_graph=retain_graph, allow_unused=True)
+        one = output.new_ones(()).expand(output.shape)
+        gradients = _engine_run_backward((output,), (one,), retain_graph, False, tuple(leaves), True, accumulate_grad=False)
     # An embedding with sparse=True gives a sparse gradient, which no cell can hold.
     return [g.to_dense() if g is not None and g.layout is not torch.strided else g for g in gradients]
 

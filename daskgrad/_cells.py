@@ -24,6 +24,7 @@ from pandas.api.extensions import ExtensionArray, ExtensionDtype
 
 from ._dtypes import DType, is_list, is_tensor, numpy_dtype, role, too_wide, unsupported
 from ._errors import GraphError
+from ._memory import copied
 from ._names import shown
 from ._torch import torch_if_imported
 
@@ -194,7 +195,10 @@ def _read_numbers(series: pd.Series) -> Cells:
     kind = ArrayKind(torch_dtype(values.dtype), ())
 
     def gather(rows: Rows, kind: ArrayKind) -> Array:
-        return np.array(values[rows], dtype=kind.dtype, order="C", copy=True)
+        cells = values[rows]
+        if isinstance(rows, slice) and cells.dtype == kind.dtype and cells.dtype.isnative:
+            return copied(cells)
+        return np.array(cells, dtype=kind.dtype, order="C", copy=True)
 
     def view(rows: slice, kind: ArrayKind) -> Array:
         return np.ascontiguousarray(values[rows], dtype=kind.dtype)

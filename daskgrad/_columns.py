@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ._cells import Array, Rows
 from ._dtypes import DType, is_list, is_tensor
+from ._memory import copy_into
 
 
 class ColumnBuilder:
@@ -130,7 +131,10 @@ class _Numbers:
         if np.may_share_memory(values, self._values):
             pass  # it was written into the room for it
         elif values.dtype == self._values.dtype:
-            self._values[rows] = values
+            if isinstance(rows, slice):
+                copy_into(self._values[rows], values)
+            else:
+                self._values[rows] = values
         else:
             _check_real(values, self._values.dtype)
             with np.errstate(over="ignore", invalid="ignore"):  # float16 and float32 overflow to inf, as in torch

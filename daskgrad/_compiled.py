@@ -27,6 +27,7 @@ from ._cells import ArrayKind, StaticKind
 from ._compiler import NoKernelError, compile_apart
 from ._derivative import Derivative, Total
 from ._fingerprint import Unstable, fingerprint
+from ._memory import as_tensor
 from ._mode import is_whole
 from ._paths import Answers, Paths, Rows
 
@@ -162,19 +163,6 @@ def no_room(derivative: Derivative, dtype: np.dtype[Any], shape: tuple[int, ...]
     """`Room` that is nowhere."""
 
 
-class _Memory:
-    """An array for torch, which has no arrays that are for reading only; a kernel writes into none that it is given."""
-
-    def __init__(self, array: NDArray[Any]) -> None:
-        self.__array_interface__ = {**array.__array_interface__, "data": (array.__array_interface__["data"][0], False)}
-        self._array = array
-
-
-def _tensor(array: NDArray[Any]) -> Tensor:
-    array = np.ascontiguousarray(array)
-    return torch.from_numpy(array if array.flags.writeable else np.asarray(_Memory(array)))
-
-
 # --- the kernels of this process --------------------------------------------------------------------------------------
 
 
@@ -231,7 +219,7 @@ class Native:
 
     def tensors(self, rows: Rows) -> list[Tensor]:
         """The columns of `rows`, for reading only; without a copy where memory allows."""
-        return [_tensor(column) for column in self.columns(rows).values()]
+        return [as_tensor(column) for column in self.columns(rows).values()]
 
     def learn(self, paths: Paths, results: Mapping[Derivative, NDArray[Any]], expected: int, *, fresh: bool) -> str | None:
         """After an eager batch: see to a kernel for its path, of `expected` rows more; or why there is none."""

@@ -31,11 +31,10 @@ from ._output import Wish, derived, taken
 from ._parameters import Uses
 from ._paths import FEW, Answers, MissingCell, OwnParameters, Paths, Regroup, Rows, Signal, TooLarge, Unbatchable
 from ._table import as_slice
+from ._vmap import over_rows
 
 if TYPE_CHECKING:
     from ._compiled import Kernel, Native, Room
-
-_functorch: Any = torch._C._functorch
 
 PROBE = 64
 """Rows of the first batch, which tells what a row costs."""
@@ -634,8 +633,8 @@ def batch(
     mode = RowMode(list(leaves.values()), paths, fresh=fresh, limit=4 * BUDGET, uses=uses)
     mode.named = leaves
 
-    def one_row(anchor: Tensor, *columns: Tensor) -> tuple[Tensor, ...]:
-        mode.level = _functorch.maybe_get_level(anchor)
+    def one_row(level: int, columns: list[Tensor]) -> tuple[Tensor, ...]:
+        mode.level = level
         given = dict(zip(tensors, columns, strict=True))
         if fresh:
             given = {name: tensor.clone() for name, tensor in given.items()}
@@ -647,9 +646,8 @@ def batch(
             raise paths.signal
         return taken(result, job.wish, job.device)
 
-    anchor = torch.empty((paths.count, 0), device=job.device)
     with slow_rules(fallback):
-        value, *extras = torch.vmap(one_row, randomness=job.options.randomness)(anchor, *tensors.values())
+        value, *extras = over_rows(one_row, paths.count, list(tensors.values()), job.options.randomness)
     job.report.output = tuple(value.shape[1:])
     job.report.shapes = {name: tuple(leaf.shape[1:]) for name, leaf in mode.named.items()}
     active = None if paths.active is None else torch.from_numpy(paths.active)

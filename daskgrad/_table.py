@@ -50,7 +50,7 @@ class Table:
 
     def groups(self) -> Iterator[Group]:
         """The rows in which nothing is missing, by what their cells are."""
-        everything = np.arange(len(self.part))
+        everything = _first_rows(len(self.part))
         looked_at = self.plan.inputs
         if self.plan.form == "row":  # cells are looked at when they are read, but for directions, which never are
             looked_at = tuple(argument for argument in looked_at if isinstance(argument.name, Dot))
@@ -179,6 +179,23 @@ def kind_of(dtype: Any) -> ArrayKind | StaticKind:
     """What the dtype of a column contributes to the default dtype, where cells are not looked at yet."""
     floating = None if _dtypes.role(dtype) == "static" else _dtypes.floating(dtype)
     return StaticKind(None) if floating is None else ArrayKind(floating, ())
+
+
+_KEPT = 2**20  # rows: their numbers are 8 MiB
+_numbers: NDArray[np.intp] = np.arange(0)
+
+
+def _first_rows(count: int) -> NDArray[np.intp]:
+    """The positions 0 to `count`, for reading only; kept for the next part, since their memory costs more than they do."""
+    global _numbers
+    if count > _KEPT:
+        return np.arange(count)
+    known = _numbers
+    if len(known) < count:
+        known = np.arange(count)
+        known.flags.writeable = False
+        _numbers = known
+    return known[:count]
 
 
 def as_slice(rows: Rows | slice) -> Rows | slice:

@@ -235,3 +235,21 @@ def test_control_flow_inside_torchscript(scripted: Any, engine: str) -> None:
         return result
 
     assert_gradient(scalars(), fn, engine)
+
+
+def test_the_direct_way_into_vmap_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails where torch's private functions have changed: then `torch.vmap` itself is used, which is slower and as right."""
+    from daskgrad import _vmap
+
+    assert _vmap.DIRECT
+    rows = torch.arange(6.0).reshape(3, 2)
+
+    def call(level: int, given: list[torch.Tensor]) -> list[torch.Tensor]:
+        assert torch._C._functorch.maybe_get_level(given[0]) == level
+        return [given[0].sum(), torch.zeros(2), given[0] * given[1]]
+
+    direct = _vmap.over_rows(call, 3, [rows, rows + 1], "error")
+    monkeypatch.setattr(_vmap, "DIRECT", False)
+    for ours, theirs in zip(direct, _vmap.over_rows(call, 3, [rows, rows + 1], "error"), strict=True):
+        assert torch.equal(ours, theirs)
+    assert direct[1].shape == (3, 2)
