@@ -37,6 +37,13 @@ try:
     determine_column_projection: Any = _expr.determine_column_projection
     _tokenize_partial: Any = vars(_expr)["_tokenize_partial"]
     is_filter_pushdown_available: Any = _expr.is_filter_pushdown_available
+    STEPS: tuple[Any, ...] = tuple(
+        getattr(_expr, name)
+        for name in (
+            *("Binop", "Unaryop", "Abs", "Sqrt", "AsType", "Clip", "Fillna", "IsNa", "NotNull", "Round", "Isin", "Between"),
+            *("Where", "Mask", "Replace", "ToFrame", "ToNumeric"),
+        )
+    )
     new_collection: Any = vars(_collection)["new_collection"]
 except (AttributeError, KeyError) as error:
     raise ImportError(str(error)) from error
@@ -117,13 +124,13 @@ class AssignDerivatives(Assign):  # type: ignore[misc]
 
     @property
     def _roots(self) -> list[Expr]:
-        return [self.frame, *(root for value in self.vals for root in _roots(value))]
+        return [*_roots(self.frame), *(root for value in self.vals for root in _roots(value))]
 
     def _under(self, predicate: Expr) -> Expr:
         # One predicate, unfiltered, for every branch: a mean inside it keeps its value.
         pairs = zip(self.keys, self.vals, strict=True)
         values = [operand for key, value in pairs for operand in (key, _under(value, predicate))]
-        return type(self)(_filter(self.frame, predicate), *values)
+        return type(self)(_under(self.frame, predicate), *values)
 
 
 class Chosen(Projection):  # type: ignore[misc]
@@ -147,13 +154,45 @@ class Chosen(Projection):  # type: ignore[misc]
         return type(self)(_under(self.frame, predicate), *self.operands[1:])
 
 
-OURS = (Derivatives, AssignDerivatives, Chosen)
+class Step:
+    """What is made of derivatives element by element, `2 * ddf.delta`: mixed into a class of Dask's, whose rows it keeps."""
+
+    _plain: Any
+    operands: list[Any]
+
+    def _lower(self) -> Expr:
+        return self._plain(*self.operands)
+
+    def _simplify_up(self, parent: Expr, dependents: Any) -> Expr:
+        raised = _raised(self, parent, dependents)
+        return super()._simplify_up(parent, dependents) if raised is None else raised  # type: ignore[misc]
+
+    def _filter_passthrough_available(self, parent: Expr, dependents: Any) -> bool:
+        return _filtered(self, parent, dependents) is not None
+
+    @property
+    def _roots(self) -> list[Expr]:
+        return [root for operand in _columns_in(self) for root in _roots(operand)]
+
+    def _under(self, predicate: Expr) -> Expr:
+        return type(self)(*[_under(operand, predicate) for operand in self.operands])
+
+
+@functools.cache
+def step_of(kind: Any) -> Any:
+    """Dask's class `kind` as a step."""
+    return type(f"{kind.__name__}OfDerivatives", (Step, kind), {"_plain": kind})
+
+
+OURS: tuple[Any, ...] = (Derivatives, AssignDerivatives, Chosen, Step)
 
 
 def _raised(node: Expr, parent: Expr, dependents: Any) -> Expr:
     """`parent` over `node`, one of ours, in a form that costs less; None where there is none."""
-    if type(parent) is Assign and any(_is_derivative(value) for value in parent.vals):
+    if type(parent) is Assign and any(isinstance(value, OURS) for value in (parent.frame, *parent.vals)):
         return AssignDerivatives(*parent.operands)
+    if isinstance(parent, STEPS) and not isinstance(parent, Step):
+        return step_of(type(parent))(*parent.operands)  # type: ignore[arg-type]
     if type(parent) is Index:
         return Index(node.frame)
     if type(parent) is Loc and parent.frame._name == node._name and _is_mask(parent.iindexer):
@@ -165,23 +204,60 @@ def _raised(node: Expr, parent: Expr, dependents: Any) -> Expr:
 
 
 def _filtered(node: Expr, parent: Expr, dependents: Any) -> Expr:
-    """`parent`, a filter of `node` by a predicate that does not look at the derivatives in it, with the filter below them."""
+    """`parent`, a filter of `node`, with what it says of other columns than the derivatives below these; None where that is nothing."""
     if not isinstance(parent, Filter) or parent.frame._name != node._name:
         return None
-    top = node.frame if isinstance(node, Chosen) else node
-    if not isinstance(top, OURS):
+    ours = _ours_in(node)
+    if not any(isinstance(expr, Derivatives | AssignDerivatives) for expr in ours) or _over_all_rows(node):
         return None
-    predicate = _below(parent.predicate, top) if isinstance(top, AssignDerivatives) else parent.predicate
-    if predicate is None or _looks_at(predicate, {expr._name for expr in node.walk() if isinstance(expr, OURS)}):
+    low, high, rows = [], [], {_rows(expr) for expr in node._roots}
+    for said in _conjuncts(parent.predicate):
+        below = _below_all(said, ours)
+        if below is not None and rows == {_rows(below)}:
+            low.append(below)
+        else:
+            high.append(said)
+    if not low or not is_filter_pushdown_available(node, parent, dependents):
         return None
-    if len({_rows(expr) for expr in (predicate, *node._roots)}) > 1 or not is_filter_pushdown_available(node, parent, dependents):
+    made = node._under(functools.reduce(And, low))
+    found = _filtered_above(node, made, high)
+    if found is None:
         return None
-    made = node._under(predicate)
     for expr in made.walk():  # so that a first one to ask for a column of new derivatives does not think itself the only one
         for operand in expr.dependencies():
             if isinstance(operand, Derivatives):
                 dependents[operand._name].append(weakref.ref(expr))
-    return made
+    return found
+
+
+def _filtered_above(node: Expr, made: Expr, said: list[Expr]) -> Expr:
+    """`made`, which has fewer rows than `node`, where all that is `said` of `node` holds; None where that needs the other rows."""
+    if not said:
+        return made
+    rest = functools.reduce(And, said)
+    if _over_all_rows(rest):
+        return None
+    rest = rest.substitute(node, made)
+    return Filter(made, rest) if _rows(rest) == _rows(made) else None
+
+
+def _conjuncts(predicate: Expr) -> list[Expr]:
+    return [*_conjuncts(predicate.left), *_conjuncts(predicate.right)] if isinstance(predicate, And) else [predicate]
+
+
+def _over_all_rows(expr: Expr) -> bool:
+    """Whether something in `expr` is a number made of the derivatives of all rows, such as their mean."""
+    return any(part.ndim == 0 and any(isinstance(below, Derivatives) for below in part.walk()) for part in expr.walk())
+
+
+def _below_all(predicate: Expr, ours: list[Expr]) -> Expr:
+    """`predicate` in terms of what lies below `ours`; None where it looks at what they make, or at any derivatives."""
+    for expr in ours:
+        if isinstance(expr, AssignDerivatives):
+            predicate = _below(predicate, expr)
+            if predicate is None:
+                return None
+    return None if any(isinstance(expr, Derivatives) for expr in predicate.walk()) else predicate
 
 
 def _rows(expr: Expr) -> Hashable:
@@ -234,11 +310,6 @@ def _chosen(parent: Expr) -> Expr:
     return Chosen(*parent.operands) if type(parent) is Projection else None
 
 
-def _is_derivative(value: Any) -> bool:
-    """Whether an assigned value is derivatives, or a column of them."""
-    return isinstance(value, Derivatives) or (isinstance(value, Projection) and isinstance(value.frame, Derivatives))
-
-
 def _queried(node: Expr, query: Expr) -> Expr:
     """`query` of `node` as a filter by what it says of the other columns; None where it is more than Python over those."""
     try:
@@ -269,8 +340,17 @@ def _under(value: Any, predicate: Expr) -> Any:
     return _filter(value, predicate) if isinstance(value, _expr.Expr) and value.ndim else value
 
 
-def _looks_at(predicate: Expr, names: set[str]) -> bool:
-    return any(node._name in names for node in predicate.walk())
+def _ours_in(expr: Expr) -> list[Any]:
+    """`expr` and what it is made of, as far as that is ours: above before below."""
+    found = {expr._name: expr}
+    todo: list[Any] = [expr]
+    while todo:
+        for operand in _columns_in(todo.pop(0)):
+            if isinstance(operand, OURS):
+                found.pop(operand._name, None)  # below all that it is part of
+                found[operand._name] = operand
+                todo.append(operand)
+    return list(found.values())
 
 
 def _below(predicate: Expr, node: Assign) -> Expr:

@@ -173,6 +173,18 @@ def test_head_len_projection_and_filters_cost_what_they_show() -> None:
     assert rows_run(lambda: several[several.z > 7].compute()) == kept
     assert rows_run(lambda: several.head(4)) == 4
     assert rows_run(lambda: a[a.g > 0].compute()) == 1000
+    more = a.assign(h=a.g * 2 + a.y, k=-g)
+    assert rows_run(lambda: more[more.z > 7].compute()) == kept
+    assert rows_run(lambda: more[(more.z > 7) & (more.y > 0)].assign(n=1.0).h.sum().compute()) == int(((df.z > 7) & (df.y > 0)).sum())
+    assert rows_run(lambda: more[more.h > 0].compute()) == 1000
+    assert rows_run(lambda: a.g.abs().clip(0, 3).round(1).astype("float32")[a.z > 7].compute()) == kept
+    assert rows_run(lambda: ddf.assign(h=g.fillna(0.0) - g.mean())[ddf.z > 7].compute()) == 1000  # the mean is that of all rows
+    assert rows_run(lambda: a[(a.z > 7) & (a.g > 0)].compute()) == kept
+    assert rows_run(lambda: a[(a.g > a.g.mean()) & (a.z > 7)].compute()) == 1000  # the mean is that of all rows
+    assert rows_run(lambda: a[(a.z > 7) | (a.g > 0)].compute()) == 1000
+    assert rows_run(lambda: more.h.head(4)) == 4
+    assert rows_run(lambda: len(more)) == 0
+    same(more[more.z > 7], df.assign(g=2 * df.x, h=4 * df.x + df.y, k=-2 * df.x)[df.z > 7])
     same(a[a.g > 0], df.assign(g=2 * df.x)[df.x > 0])
     same(g[ddf.z > 7], 2 * df.x[df.z > 7])
 
@@ -253,6 +265,11 @@ STEPS: list[Any] = [
     lambda d, r: d.loc[d.z < 8],
     lambda d, r: d.query("z > 2 and y < 1.5"),
     lambda d, r: d[d.x < 1.5].assign(v=d.x),
+    lambda d, r: d.assign(**{f"w{r.random()}": abs(d[d.columns[-1]]) if d.dtypes[d.columns[-1]] == "float64" else d.z}),
+    lambda d, r: d.assign(z=d.z + 1),
+    lambda d, r: d.assign(v=d.y.clip(-1, 1).round(2)).fillna(0.0) if "s" not in d else d,
+    lambda d, r: d[(d.z > 2) & (d[d.columns[-1]] == d[d.columns[-1]])],
+    lambda d, r: d[(d.z > 2) & (d.y > d.y.mean())],
 ]
 GRADIENTS: list[Any] = [
     (lambda d, grad, greeks: d.assign(g=grad(d)), "g"),
@@ -262,6 +279,11 @@ GRADIENTS: list[Any] = [
     (lambda d, grad, greeks: d.assign(m=d.y * 2, g=grad(d), k=1), "g"),
     (lambda d, grad, greeks: d[d.x > -1].assign(g=grad(d)), "g"),  # of more rows: lined up by label
     (lambda d, grad, greeks: d.assign(g=grad(d), top=d.y.max()), "g"),
+    (lambda d, grad, greeks: d.assign(g=grad(d)).assign(h=lambda f: f.g * f.y - 1), "h"),
+    (lambda d, grad, greeks: d.assign(g=-grad(d).abs() + d.y), "g"),
+    (lambda d, grad, greeks: d.assign(f=grad(d)).rename(columns={"f": "g"}), "g"),
+    (lambda d, grad, greeks: d.assign(g=grad(d).where(d.y > 0, 0.0).astype("float32").astype("float64")), "g"),
+    (lambda d, grad, greeks: d.assign(g=grad(d) - grad(d).mean()), "g"),
 ]
 ENDS: list[Any] = [
     lambda d, name: d,
@@ -276,6 +298,10 @@ ENDS: list[Any] = [
     lambda d, name: d[d.z > 4][name] + 1,
     lambda d, name: d[[name, "z"]][d.z > 2],
     lambda d, name: d[name][d.z > 2],
+    lambda d, name: d[(d.z > 4) & (d[name] > 0)],
+    lambda d, name: d[(d[name] > d[name].mean()) & (d.z > 4)],
+    lambda d, name: (2 * d[name].abs())[d.z > 2],
+    lambda d, name: d.assign(u=d[name] ** 2)[d.z > 4],
 ]
 
 
