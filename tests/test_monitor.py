@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -156,6 +157,36 @@ def test_it_fits_a_phone(shown: Shown) -> None:
         shown.chrome.set_window_size(before["width"], before["height"])
 
 
+CONTRAST = """
+    e => {
+        const numbers = color => color.match(/[\\d.]+/g).map(Number);
+        const light = color => {
+            const [r, g, b] = numbers(color).map(v => v / 255).map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+            return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+        };
+        const behind = node => {
+            for (; node; node = node.parentElement || node.getRootNode().host) {
+                const color = getComputedStyle(node).backgroundColor, parts = numbers(color);
+                if (parts.length < 4 || parts[3] > 0) return color;
+            }
+            return 'rgb(255, 255, 255)';
+        };
+        const words = [...e.querySelectorAll('*')].filter(n => [...n.childNodes].some(c => c.nodeType === 3 && c.textContent.trim()));
+        return words.map(n => {
+            const [one, two] = [light(getComputedStyle(n).color), light(behind(n))].sort((a, b) => b - a);
+            return [(one + 0.05) / (two + 0.05), n.textContent];
+        });
+    }
+"""
+
+
+def test_words_stand_out_from_what_is_behind_them(shown: Shown) -> None:
+    """By the formula of WCAG 2 from the colours that the browser has resolved: 4.5 at least for each word."""
+    found = [pair for part in shown.inside(CONTRAST) for pair in part]
+    assert len(found) > 50
+    assert min(found)[0] >= 4.5, min(found)
+
+
 def test_it_is_legible_in_a_browser_forced_to_dark(shown: Shown, tmp_path: Path) -> None:
     """Chromium's own dark mode: words stand out from what is behind them."""
     with browser(tmp_path / "dark", "--force-dark-mode", "--enable-features=WebContentsForceDark") as dark:
@@ -198,6 +229,49 @@ def test_the_notebook_view_has_the_same_numbers(shown: Shown) -> None:
     found = shown.monitor._repr_html_()
     assert f"{ROWS:,} of {ROWS:,}" in found
     assert "<img" not in found
+
+
+NOTEBOOK = """
+import dask.dataframe as dd, pandas as pd, daskgrad as dg
+client = dg.local_client(n_workers=1, dashboard_port=0)
+monitor = dg.monitor(client)
+monitor
+---
+def slow(x):
+    import time
+    time.sleep(0.01)
+    return x**3
+
+found = dg.grad_column(dd.from_pandas(pd.DataFrame({"x": [float(n) for n in range(200)]}), npartitions=2), slow, engine="loop").compute()
+monitor.close()
+client.close()
+print(len(found))
+"""
+
+
+def test_a_live_view_in_a_notebook_ends_with_the_truth(tmp_path: Path) -> None:
+    """In a real kernel: the display of an earlier cell is rewritten while a later one computes, and last when the monitor is closed."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    seen: list[str] = []
+
+    class Watching(NotebookClient):
+        def process_message(self, msg: Any, cell: Any, cell_index: int) -> Any:
+            if msg["msg_type"] == "update_display_data":
+                seen.append(msg["content"]["data"]["text/html"])
+            return super().process_message(msg, cell, cell_index)
+
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell.strip()) for cell in NOTEBOOK.split("---")])
+    house = str(Path(dg.__file__).parents[1])
+    Watching(notebook, timeout=600, kernel_name="python3").execute(env={**os.environ, "PYTHONPATH": house, "IPYTHONDIR": str(tmp_path)})
+    assert notebook.cells[1].outputs[0].text == "200\n"
+    rows = [int(found) for found in re.findall(r'data-dg="rows">(\d+) of 200<', "".join(seen))]
+    assert len(set(rows) - {0, 200}) >= 2
+    assert rows == sorted(rows)
+    (shown,) = notebook.cells[0].outputs
+    assert 'data-dg="rows">200 of 200<' in shown.data["text/html"]
+    assert 'data-dg="condition">done<' in shown.data["text/html"]
 
 
 def test_computations_are_told_apart(shown: Shown) -> None:

@@ -113,3 +113,15 @@ def test_a_computation_ends_alike_with_and_without_the_page() -> None:
             wait_until(lambda: "4 of 4" in page._repr_html_(), "the page has heard of it")
     np.testing.assert_array_equal(alone, [[2, np.nan, 3, 2.5], [1e308] * 4])
     np.testing.assert_array_equal(watched, alone)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5, 0.95])
+def test_quantiles_are_nearer_than_a_bin_is_wide(share: float) -> None:
+    """Of magnitudes that are spread over their log scale, as NumPy finds them."""
+    from daskgrad._watch import _tables
+    from daskgrad._watch._history import LOWEST, PER_DECADE
+
+    values = 10 ** np.random.default_rng(0).normal(-2.0, 1.0, 100_000)
+    places, counts = np.unique(np.floor((np.log10(values) - LOWEST) * PER_DECADE).astype(int), return_counts=True)
+    found = float(_tables.quantile(list(zip(places.tolist(), counts.tolist(), strict=True)), share))
+    assert found == pytest.approx(np.quantile(values, share), rel=0.06)  # two digits are shown

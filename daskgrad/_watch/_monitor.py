@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import threading
+import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
     from ._cluster import Hold
 
 PERIOD = 0.5  # seconds between two looks of a notebook's view
+LAST_NEWS = 1.0  # seconds that the end of a view waits for what workers have not told yet
 
 
 class Monitor:
@@ -29,6 +33,7 @@ class Monitor:
         from ._cluster import Hold
 
         self._hold: Hold | None = Hold(client)
+        self._views: list[_View] = []
         _reporter.pages.add(self)
         try:
             found = self._hold.ask("page")
@@ -46,6 +51,11 @@ class Monitor:
     def close(self) -> None:
         """Take the page away, unless another monitor still shows it. Once is enough; more does no harm."""
         _reporter.pages.discard(self)
+        views, self._views = self._views, []
+        if views and self.open:
+            self._wait_for_last_news()
+        for view in views:
+            view.end()
         hold, self._hold = self._hold, None
         if hold is not None:
             hold.release()
@@ -76,20 +86,49 @@ class Monitor:
         html_of: Any = display.HTML
         show: Any = display.display
         handle = show(html_of(self._repr_html_()), display_id=True)
-        if handle is not None:
-            threading.Thread(target=self._keep_up, args=(handle, html_of), name="daskgrad-monitor", daemon=True).start()
+        if handle is not None and self._hold is not None:
+            self._views.append(_View(self, lambda found: handle.update(html_of(found))))
 
-    def _keep_up(self, handle: Any, html_of: Any) -> None:
-        pause, shown = threading.Event(), ""
-        while (hold := self._hold) is not None and hold.client.status == "running":
-            try:
-                found = self._repr_html_()
-            except OSError:  # the cluster has gone in this moment
-                return
-            if found != shown:
-                handle.update(html_of(found))
-                shown = found
-            pause.wait(PERIOD)
+    def _wait_for_last_news(self) -> None:
+        """Workers tell a few times a second: what has just ended may not have been told yet."""
+        assert self._hold is not None
+        until = time.monotonic() + LAST_NEWS
+        with contextlib.suppress(OSError):  # the cluster has gone in this moment
+            while self._hold.lines()[1] and time.monotonic() < until:
+                time.sleep(0.05)
+
+    @property
+    def open(self) -> bool:
+        """Whether there is a page to look at."""
+        return self._hold is not None and self._hold.client.status == "running"
+
+
+class _View:
+    """A display of a notebook that shows a monitor's numbers until it is closed: last those of the end."""
+
+    def __init__(self, monitor: Monitor, show: Callable[[str], None]) -> None:
+        self._monitor, self._show, self._shown = monitor, show, ""
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="daskgrad-monitor", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while self._monitor.open and not self._over.wait(PERIOD):
+            self._look()
+
+    def _look(self) -> None:
+        try:
+            found = self._monitor._repr_html_() if self._monitor.open else self._shown
+        except OSError:  # the cluster has gone in this moment
+            return
+        if found != self._shown:
+            self._show(found)
+            self._shown = found
+
+    def end(self) -> None:
+        self._over.set()
+        self._thread.join()
+        self._look()
 
 
 def monitor(client: Any = None) -> Monitor:

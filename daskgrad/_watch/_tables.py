@@ -152,12 +152,13 @@ def duration(seconds: float) -> str:
 
 
 def quantile(bins: list[tuple[int, int]], share: float) -> str:
-    """The magnitude below which `share` of the sample that is not zero lies, to the width of a bin."""
+    """The magnitude below which `share` of the sample that is not zero lies, as if each bin were evenly filled on its log scale."""
     total, so_far = sum(count for _, count in bins), 0
     for place, count in bins:
+        if so_far + count >= share * total:
+            inside = (share * total - so_far) / count
+            return f"{math.pow(10, LOWEST + (place + inside) / PER_DECADE):.1e}"
         so_far += count
-        if so_far >= share * total:
-            return f"{middle(place):.1e}"
     return ""
 
 
