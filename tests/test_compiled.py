@@ -277,6 +277,16 @@ def test_a_kernel_writes_into_the_result(monkeypatch: pytest.MonkeyPatch, no_com
     assert sum(count for _, count in after_the_first) == len(WANTED) * (1000 - 64)
 
 
+def test_how_many_rows_a_kernel_takes_at_once_changes_no_bit(monkeypatch: pytest.MonkeyPatch, no_compiling: None) -> None:
+    """The clock decides how many, so it may differ from run to run; the column must not."""
+    rows, asked = waves(5003), []
+    found = dg.derivatives(rows, wave, WANTED, engine="compiled")
+    for many in (61, 998, 5003):
+        monkeypatch.setattr(_compiled.Kernel, "at_once", property(lambda kernel, many=many: asked.append(many) or many))
+        pd.testing.assert_frame_equal(dg.derivatives(rows, wave, WANTED, engine="compiled"), found, check_exact=True)
+    assert set(asked) == {61, 998, 5003}
+
+
 # --- Dask -------------------------------------------------------------------------------------------------------------
 
 
