@@ -159,6 +159,7 @@ class _Solver:
         apart: parts of a batch that failed, never merged again.
         suspects: the rows of this step come from there.
         size: rows of the next batch.
+        fits: the most rows that a device had memory for, where it had not for more.
         fresh: buffers that `fn` makes are each row's own.
         fallback: torch may loop over the rows inside an operation without a batching rule.
         changed: the last look for settings has changed one of these two.
@@ -178,6 +179,7 @@ class _Solver:
     apart: list[tuple[Answers, Rows]] = field(default_factory=list)
     suspects: bool = False
     size: int = PROBE
+    fits: int | None = None
     fresh: bool = False
     fallback: bool = False
     changed: bool = False
@@ -390,12 +392,18 @@ class _Solver:
         if self.job.options.batch_size is None:
             budget = BUDGET_BY_PARAMETERS if self.job.wish.targets else BUDGET
             affordable = budget * len(paths.rows) // max(paths.nbytes, 1)
-            self.size = max(1, min(affordable, most or affordable, MOST * torch.get_num_threads()))
+            self.size = max(1, min(affordable, most or affordable, MOST * torch.get_num_threads(), self.fits or MOST * 64))
 
     def _batched(self, paths: Paths, fresh: bool, fallback: bool) -> tuple[dict[Derivative, NDArray[Any]], RowMode]:
         """One run of the row function on a batch."""
         tensors = _tensors(self.job.arrays(paths.rows), self.job.device)
-        results, mode = batch(self.job, tensors, paths, fresh=fresh, fallback=fallback, own=self.own)
+        try:
+            results, mode = batch(self.job, tensors, paths, fresh=fresh, fallback=fallback, own=self.own)
+        except torch.OutOfMemoryError:  # of a GPU, whose memory others may use too
+            if len(paths.rows) == 1:
+                raise
+            self.fits = len(paths.rows) // 2
+            raise TooLarge from None
         paths.nbytes += sum(tensor.numel() * tensor.element_size() for tensor in results.values())  # a Jacobian may be most of it
         return {key: _array(tensor) for key, tensor in results.items()}, mode
 
@@ -461,15 +469,16 @@ class _Solver:
         for fresh, fallback in dict.fromkeys([before, (before[0], True), (True, before[1]), (True, True)]):
             try:
                 _, mode = self._batched(Paths(pair, answers), fresh, fallback)
+                raised = mode.raised
             except TooLarge:
-                pass
+                raised = None
             except Signal:
                 return True
             except Exception as reason:
                 if isinstance(reason, PlanError):
                     raise
                 continue
-            if mode.raised is not None:
+            if raised is not None:
                 continue
             self.changed = (fresh, fallback) != before
             self.fresh, self.fallback = fresh, fallback

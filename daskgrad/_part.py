@@ -20,6 +20,7 @@ from . import _captured, _compiled, _kernel
 from ._ambient import neutral
 from ._cells import ArrayKind, StaticKind
 from ._derivative import Derivative, Dot, Total, directions_of
+from ._device import device_of
 from ._errors import PlanError, UsersOwn
 from ._mode import RowMode
 from ._names import function_name, shown
@@ -45,7 +46,7 @@ def solve(plan: Plan, part: pd.DataFrame | pd.Series, partition: int | None) -> 
     result = Sums(plan, part, partition) if summed else Result(plan, part, partition)
     if len(part):
         table = Table(plan, part)
-        device = _device(plan)
+        device = device_of(plan.options.device)
         states: list[int | None] = [None] if plan.checkpoints is None else list(range(len(plan.checkpoints[1])))
         for group in table.groups():
             for result.checkpoint in states:
@@ -197,12 +198,3 @@ def _caller(
         return result
 
     return call
-
-
-def _device(plan: Plan) -> torch.device:
-    asked = plan.options.device or "cpu"
-    if asked == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if asked.startswith("cuda") and not torch.cuda.is_available():
-        raise PlanError(f'device={asked!r} is asked for, but torch finds no CUDA device here. Use device="auto" or "cpu".')
-    return torch.device(asked)
