@@ -183,6 +183,7 @@ _ALLOWED = frozenset((
     "full", "zeros", "ones", "empty", "full_like", "zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_full",
     "new_empty", "new_empty_strided", "arange", "scalar_tensor", "linspace", "eye", "lift_fresh_copy",
     "clone", "copy", "copy_", "fill", "fill_", "zero_", "detach", "_to_copy", "cat", "stack", "constant_pad_nd", "flip", "roll",
+    "squeeze_", "unsqueeze_", "t_", "transpose_",
     "repeat", "tril", "triu", "where", "_unsafe_view", "reshape", "_reshape_alias", "expand", "select", "unbind", "split",
     "split_with_sizes", "chunk", "unfold",
     "slice_backward", "select_backward", "diagonal_backward", "select_scatter", "slice_scatter", "diagonal_scatter",

@@ -287,6 +287,23 @@ def test_how_many_rows_a_kernel_takes_at_once_changes_no_bit(monkeypatch: pytest
     assert set(asked) == {61, 998, 5003}
 
 
+def test_a_small_network_has_a_kernel(compiled: list[Any], empty_folder: Path, eager_is_refused: Callable[[int], None]) -> None:
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).double()
+    frame, inputs = waves(3000), {"x": ["x", "y"]}
+
+    def output(x: torch.Tensor, network: Any) -> torch.Tensor:
+        result: torch.Tensor = network(x).squeeze()
+        return result
+
+    eager = dg.derivatives(frame, output, {"value": (), "slope": "x"}, inputs=inputs, shared={"network": network})
+    eager_is_refused(64)
+    found = dg.derivatives(frame, output, {"value": (), "slope": "x"}, inputs=inputs, shared={"network": network}, engine="compiled")
+    assert len(compiled) == 1
+    np.testing.assert_allclose(found["value"], eager["value"], rtol=1e-12)
+    np.testing.assert_allclose(np.stack(found["slope"]), np.stack(eager["slope"]), rtol=1e-12)
+
+
 # --- Dask -------------------------------------------------------------------------------------------------------------
 
 

@@ -72,7 +72,7 @@ def test_a_row_that_memory_does_not_hold_is_named(monkeypatch: pytest.MonkeyPatc
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(_kernel, "batch", none)
-    with pytest.raises(dg.RowError, match="failed in row 0: .*CUDA out of memory"):
+    with pytest.raises(dg.RowError, match=r"failed in row 0: .*CUDA out of memory"):
         dg.grad_column(FRAME, wave, "x", engine="vmap")
 
 
