@@ -53,8 +53,11 @@ def pack(plan: Plan, captured: Mapping[str, Any] | None = None) -> bytes:
     except Exception as error:
         problem = error
     else:
-        content = pickle.dumps((_version(), _torch_version(), body), protocol=5)
-        return hashlib.sha256(content).digest() + pickle.dumps((content, files_of(plan)), protocol=5)
+        made_by = (_version(), _torch_version())
+        digest = hashlib.sha256(repr(made_by).encode())
+        digest.update(body)
+        # The plan lies at the end as it is: within another pickle it would be copied where it is opened, and it may be a large model.
+        return b"".join([digest.digest(), pickle.dumps((*made_by, files_of(plan), len(body)), protocol=5), body])
     given = {"fn": getattr(plan, "fn", None), **getattr(plan, "shared", {})} if captured is None else captured
     raise _unshippable(problem, given)
 
@@ -192,13 +195,12 @@ _kept = _Kept()
 
 
 def _opened(parcel: bytes) -> Plan:
-    content, files = pickle.loads(memoryview(parcel)[DIGEST:])
-    theirs, their_torch, body = pickle.loads(content)
+    theirs, their_torch, files, size = pickle.loads(memoryview(parcel)[DIGEST:])
     arrived(files)
     _must_agree("daskgrad", theirs, _version())
     _must_agree("torch", their_torch, _torch_version())
     try:
-        return cast("Plan", pickle.loads(body))
+        return cast("Plan", pickle.loads(memoryview(parcel)[len(parcel) - size :]))
     except Exception as error:
         problem = error
     raise PlanError(_cannot_open(problem)) from problem
