@@ -197,8 +197,8 @@ class _Solver:
     # --- the queue of paths
 
     def run(self) -> None:
-        few = 0 < len(self.job.rows) <= AT_ONCE and not self.job.wish.targets
-        self.size = self.job.options.batch_size or (len(self.job.rows) if few else PROBE)
+        at_once = 0 < len(self.job.rows) <= AT_ONCE and not self.job.wish.targets
+        self.size = self.job.options.batch_size or (len(self.job.rows) if at_once else PROBE)
         if self.job.native is not None and self.job.native.refused is not None:
             self.sink.slower(self.job.native.refused)
         self._push((), self.job.rows)
