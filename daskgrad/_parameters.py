@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn import functional as F
 
 from . import _reduce
-from ._contributions import FORMED, Contribution, Formed, Grouped, Index, Outer, Pieces, Rows, Stacked, together
+from ._contributions import FORMED, Contribution, Convolved, Formed, Grouped, Index, Outer, Pieces, Rows, Stacked, convolved_pays, together
 
 # --- which parameters -------------------------------------------------------------------------------------------------
 
@@ -242,6 +242,9 @@ def _convolution(dims: int, *, transposed: bool = False) -> Callable[[tuple[Any,
             seen, met = (b, a) if transposed else (a, b)
             rows, places = len(seen), tuple(met.shape[-dims:])
 
+            if (by_kernels := _by_kernels(seen, met, weight.shape, stride, around, dilation, groups)) is not None:
+                return by_kernels
+
             def of(some: Index) -> Contribution:
                 """The part of some rows: patches (rows, samples, groups, channels · kernel, t) and what they meet there."""
                 image = F.pad(seen[some].reshape(-1, *seen.shape[-dims - 1 :]), around)
@@ -258,6 +261,41 @@ def _convolution(dims: int, *, transposed: bool = False) -> Callable[[tuple[Any,
         return given["input"], _with_bias({"weight": (weight, of_weight)}, given.get("bias"), summed)
 
     return make
+
+
+def _by_kernels(
+    seen: Tensor,
+    met: Tensor,
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    around: Sequence[int],
+    dilation: tuple[int, ...],
+    groups: int,
+) -> Convolved | None:
+    """A convolution's part by torch's own kernels, where that is faster: `seen` (rows, [samples,] channels, *image), `met` likewise."""
+    dims = len(stride)
+    kernel, places = shape[2:], met.shape[-dims:]
+    samples = math.prod(met.shape[1 : -dims - 1])
+    if not convolved_pays(shape[1], shape[0] // groups, math.prod(kernel), samples * math.prod(places)):
+        return None
+    before, behind = around[-2::-2], around[-1::-2]  # by axis, from the first
+    reach = [(count - 1) * step + apart * (size - 1) + 1 for size, count, step, apart in zip(kernel, places, stride, dilation, strict=True)]
+    fits = all(0 <= size + 2 * pad - far < step for size, pad, far, step in zip(seen.shape[-dims:], before, reach, stride, strict=True))
+    if before != behind or not fits:  # put around by hand, and cut to what kernels reach
+        image = F.pad(seen, around)
+        for axis, far in enumerate(reach, -dims):
+            image = image.narrow(axis, 0, far)
+        seen, before = image, [0] * dims
+    lead = (len(met), samples)
+    return Convolved(
+        seen.reshape(*lead, *seen.shape[-dims - 1 :]),
+        met.reshape(*lead, *met.shape[-dims - 1 :]),
+        stride,
+        tuple(before),
+        dilation,
+        groups,
+        shape,
+    )
 
 
 def _by_groups(patches: Tensor, out: Tensor, rows: int, shape: torch.Size) -> Contribution:

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import dask
 import dask.bag as db
@@ -32,6 +33,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 import daskgrad as dg
+from daskgrad import _contributions, _parameters
 from daskgrad._reduce import entries
 
 Tensor = torch.Tensor
@@ -186,6 +188,8 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "conv2d with samples": (lambda: nn.Conv2d(2, 3, (1, 2)), (3, 2, 4, 4)),
     "conv2d reflect": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), (2, 5, 5)),
     "conv3d": (lambda: nn.Conv3d(1, 2, 2), (1, 3, 3, 3)),
+    "conv2d of many channels": (lambda: nn.Conv2d(8, 4, 3, padding=1), (8, 9, 8)),
+    "conv1d of many channels, all options": (lambda: nn.Conv1d(16, 6, 3, stride=2, padding=2, dilation=2, groups=2), (3, 16, 24)),
     "conv transposed": (lambda: nn.ConvTranspose2d(2, 3, 2, stride=2), (2, 3, 3)),
     "conv transposed with all options": (
         lambda: nn.ConvTranspose1d(4, 6, 3, stride=2, padding=1, output_padding=2, groups=2, dilation=3),
@@ -550,6 +554,8 @@ def test_linear_of_any_size(steps: int, size_in: int, size_out: int, bias: bool,
     dilation=st.integers(1, 2),
     samples=st.integers(0, 2),
     bias=st.booleans(),
+    by_kernels=st.booleans(),
+    alone=st.sampled_from([0, 2**25]),
 )
 def test_convolutions_of_any_kind(
     dims: int,
@@ -562,13 +568,17 @@ def test_convolutions_of_any_kind(
     dilation: int,
     samples: int,
     bias: bool,
+    by_kernels: bool,
+    alone: int,
 ) -> None:
     kind: Any = nn.Conv1d if dims == 1 else nn.Conv2d
     stride = 1 if padding == "same" else stride
     options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "bias": bias}
     model = seeded(lambda: kind(groups * channels, groups * per_group, kernel, **options))
     shape = (*([samples] if samples else []), groups * channels, *([6, 7][:dims]))
-    assert_by_parameters(table(*shape, rows=5), loss, {"model": model}, engines=["vmap"])
+    by = mock.patch.object(_parameters, "convolved_pays", return_value=by_kernels)  # else these are too small
+    with by, mock.patch.multiple(_contributions, ALONE=alone, CHANNELS=0):
+        assert_by_parameters(table(*shape, rows=5), loss, {"model": model}, engines=["vmap"])
 
 
 @given(
@@ -582,6 +592,8 @@ def test_convolutions_of_any_kind(
     more=st.integers(0, 2),
     dilation=st.integers(1, 3),
     samples=st.integers(0, 2),
+    by_kernels=st.booleans(),
+    alone=st.sampled_from([0, 2**25]),
 )
 def test_transposed_convolutions_of_any_kind(
     dims: int,
@@ -594,13 +606,17 @@ def test_transposed_convolutions_of_any_kind(
     more: int,
     dilation: int,
     samples: int,
+    by_kernels: bool,
+    alone: int,
 ) -> None:
     kind: Any = nn.ConvTranspose1d if dims == 1 else nn.ConvTranspose2d
     more = min(more, max(stride, dilation) - 1)  # torch's limit
     options = {"stride": stride, "padding": padding, "output_padding": more, "dilation": dilation, "groups": groups}
     model = seeded(lambda: kind(groups * channels, groups * per_group, kernel, **options))
     shape = (*([samples] if samples else []), groups * channels, *([4, 5][:dims]))
-    assert_by_parameters(table(*shape, rows=5), loss, {"model": model}, engines=["vmap"])
+    by = mock.patch.object(_parameters, "convolved_pays", return_value=by_kernels)  # else these are too small
+    with by, mock.patch.multiple(_contributions, ALONE=alone, CHANNELS=0):
+        assert_by_parameters(table(*shape, rows=5), loss, {"model": model}, engines=["vmap"])
 
 
 @given(

@@ -15,6 +15,7 @@ from compare import object_series
 from torch import Tensor, nn
 
 import daskgrad as dg
+from daskgrad import _contributions
 
 
 class Reader(nn.Module):
@@ -189,3 +190,28 @@ def test_slices_say_which_parameter_is_where() -> None:
         np.testing.assert_allclose(flat[:, place], rows[name].reshape(len(table), -1), rtol=1e-10, atol=1e-12)
     with pytest.raises(dg.PlanError, match="Did you mean"):
         dg.parameter_slices({"model": model}, "model.mux")
+
+
+@pytest.mark.parametrize("alone", [0, 2**25], ids=["rows one by one", "rows as groups"])
+def test_sums_of_a_convolution_equal_those_of_the_formed_gradients(alone: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough channels and places that torch's kernels form what is not summed at once."""
+    monkeypatch.setattr(_contributions, "ALONE", alone)
+    torch.manual_seed(0)
+    model = nn.Conv2d(8, 4, 3, stride=2, padding=1, groups=1).double()
+    rng = np.random.default_rng(2)
+    table = pd.DataFrame({"x": object_series(list(rng.normal(size=(11, 8, 9, 8)))).array})
+    assert _contributions.convolved_pays(8, 4, 9, 20)
+
+    def by_convolution(model: nn.Module, x: Tensor) -> Tensor:
+        out: Tensor = model(x)
+        return out.sin().sum()
+
+    outputs = [by_convolution(model, torch.from_numpy(cell)) for cell in table["x"]]
+    gradients = [torch.autograd.grad(output, list(model.parameters())) for output in outputs]
+    rows = {f"model.{name}": np.stack([g[k].numpy() for g in gradients]) for k, name in enumerate(["weight", "bias"])}
+    call: Any = {"shared": {"model": model}}
+    assert_equal(dg.mean_gradient(table, by_convolution, "model", **call), {name: g.mean(0) for name, g in rows.items()})
+    assert_equal(dg.fisher_diagonal(table, by_convolution, "model", **call), {name: (g**2).mean(0) for name, g in rows.items()})
+    clip = np.minimum(1, 2.0 / lengths(rows))
+    clipped = dg.clipped_sum(table, by_convolution, "model", 2.0, **call)
+    assert_equal(clipped, {name: np.tensordot(clip, g, 1) for name, g in rows.items()})
