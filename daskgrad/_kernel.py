@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 PROBE = 64
 """Rows of the first batch, which tells what a row costs."""
 AT_ONCE = 256
-"""Rows that are one batch: a second one would cost as much again. Gradients by parameters are too large to be made unmeasured."""
+"""Rows that are one batch: a second one would cost as much again. Not where a kernel can do the rest, nor with gradients by
+parameters, which are too large to be made unmeasured."""
 MOST = 262_144
 """Rows of a batch at most, for each of torch's threads: with fewer, the fixed cost of a batch shows in cheap functions, and threads
 meet too often; with more nothing is gained, and temporaries leave the cache."""
@@ -197,7 +198,7 @@ class _Solver:
     # --- the queue of paths
 
     def run(self) -> None:
-        at_once = 0 < len(self.job.rows) <= AT_ONCE and not self.job.wish.targets
+        at_once = 0 < len(self.job.rows) <= AT_ONCE and not self.job.wish.targets and self.job.native is None
         self.size = self.job.options.batch_size or (len(self.job.rows) if at_once else PROBE)
         if self.job.native is not None and self.job.native.refused is not None:
             self.sink.slower(self.job.native.refused)
