@@ -79,5 +79,5 @@ def _caption(about: Mapping[str, Any]) -> str:
     cores = f"{machine['cores_used']} of {machine['cores']} cores"
     return (
         f"{tiny}Log scale; median of paired rounds, the thin line is the middle half. Right of 1: daskgrad is faster.\n"
-        f"{machine['processor']}, {cores} · Python {versions['python']}, {', '.join(named)} · {about['date']}"
+        f"{machine['processor']}, {cores} · {about['date']}\nPython {versions['python']}, {', '.join(named)}"
     )
