@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ._device import random_state, set_random_state
 from ._warn import current_call
 
 _functorch: Any = torch._C._functorch
@@ -148,7 +149,7 @@ def neutral(dtype: torch.dtype, device: torch.device, exclusive: bool = False) -
             if torch._C._len_torch_function_stack() or device.type != "cpu":
                 stack.enter_context(torch.device(device))
             if exclusive:
-                stack.callback(torch.set_rng_state, torch.get_rng_state())
+                stack.callback(set_random_state, random_state(device), device)
             yield
     finally:
         _gate.leave(before)

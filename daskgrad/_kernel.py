@@ -22,6 +22,7 @@ from torch import Tensor
 from . import _anomaly, _scripted, _threads
 from ._ambient import checkpoint, slow_rules
 from ._derivative import Derivative, Dot, Total
+from ._device import random_state, set_random_state
 from ._errors import GraphError, PlanError
 from ._lines import at_line
 from ._malloc import keep_memory
@@ -400,8 +401,9 @@ class _Solver:
 
     def _batched(self, paths: Paths, fresh: bool, fallback: bool) -> tuple[dict[Derivative, NDArray[Any]], RowMode]:
         """One run of the row function on a batch."""
-        tensors = _tensors(self.job.arrays(paths.rows), self.job.device)
+        arrays = self.job.arrays(paths.rows)
         try:
+            tensors = _tensors(arrays, self.job.device)
             results, mode = batch(self.job, tensors, paths, fresh=fresh, fallback=fallback, own=self.own)
         except torch.OutOfMemoryError:  # of a GPU, whose memory others may use too
             if len(paths.rows) == 1:
@@ -517,11 +519,11 @@ class _Solver:
             return None
         if self.job.options.randomness == "same":
             torch.manual_seed(self.job.seed)
-        return torch.get_rng_state()
+        return random_state(self.job.device)
 
     def _diverged_at_random(self, before: Tensor | None, paths: Paths) -> bool:
         """Rows that part after a draw: replayed answers would not fit fresh draws, so the whole batch goes one by one."""
-        if before is None or paths.active is None or torch.equal(before, torch.get_rng_state()):
+        if before is None or paths.active is None or torch.equal(before, random_state(self.job.device)):
             return False
         self.one_by_one(paths.rows)
         return True
@@ -609,7 +611,7 @@ class _Solver:
         given.update({name: leaf.clone() for name, leaf in leaves.items()})
         if job.options.randomness == "same":
             torch.manual_seed(job.seed)
-        before = torch.get_rng_state() if job.options.randomness == "error" else None
+        before = random_state(job.device) if job.options.randomness == "error" else None
         try:
             with _scripted.watch(mode, job.scripted), mode:
                 result = job.call(given, mode, row)
@@ -618,8 +620,8 @@ class _Solver:
                 raise mode.cut from None
             raise
         finally:
-            if before is not None and not torch.equal(before, torch.get_rng_state()):
-                torch.set_rng_state(before)
+            if before is not None and not torch.equal(before, random_state(job.device)):
+                set_random_state(before, job.device)
                 raise _random(job.noise()) from None
         if mode.missing:
             raise MissingCell

@@ -49,21 +49,24 @@ def test_each_thread_has_a_gpu_of_its_own_in_turn(monkeypatch: pytest.MonkeyPatc
         _device.device_of("cuda:3")
 
 
-def test_batches_that_memory_does_not_hold_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory for 700 rows: no larger batch comes to its end, and none is tried again once that is known."""
-    batch, refused, done = _kernel.batch, [], []
+@pytest.mark.parametrize("where", ["_tensors", "batch"])
+def test_batches_that_memory_does_not_hold_are_halved(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Memory for 700 rows: no larger batch is copied there or comes to its end, and none is tried again once that is known."""
+    call, refused, done = getattr(_kernel, where), [], []
 
-    def small(job: Any, tensors: Any, paths: Any, **options: Any) -> Any:
-        if len(paths.rows) > 700:
-            refused.append(len(paths.rows))
+    def small(*args: Any, **options: Any) -> Any:
+        rows = len(args[2].rows) if where == "batch" else max(len(array) for array in args[0].values())
+        if rows > 700:
+            refused.append(rows)
             raise torch.OutOfMemoryError("CUDA out of memory")
-        done.append(len(paths.rows))
-        return batch(job, tensors, paths, **options)
+        done.append(rows)
+        return call(*args, **options)
 
-    expected = dg.grad_column(FRAME, wave, "x")
-    monkeypatch.setattr(_kernel, "batch", small)
-    pd.testing.assert_series_equal(dg.grad_column(FRAME, wave, "x"), expected)
-    assert refused and len(refused) <= 8
+    frame = pd.concat([FRAME] * 6, ignore_index=True)
+    expected = dg.grad_column(frame, wave, "x")
+    monkeypatch.setattr(_kernel, where, small)
+    pd.testing.assert_series_equal(dg.grad_column(frame, wave, "x"), expected)
+    assert refused and len(refused) <= 16
     assert max(done) >= 200
 
 
@@ -74,6 +77,30 @@ def test_a_row_that_memory_does_not_hold_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(_kernel, "batch", none)
     with pytest.raises(dg.RowError, match=r"failed in row 0: .*CUDA out of memory"):
         dg.grad_column(FRAME, wave, "x", engine="vmap")
+
+
+def test_a_gpus_generator_is_looked_at_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, there = torch.Generator(), torch.device("cuda", 1)
+    states: dict[torch.device, torch.Generator] = {there: gpu}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[device].get_state())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states[device].set_state(state))
+    before = _device.random_state(there)
+    first = torch.rand(2, generator=gpu)  # the CPU's own generator stays where it was
+    assert not torch.equal(before, _device.random_state(there))
+    torch.rand(3)
+    _device.set_random_state(before, there)
+    assert torch.equal(before, _device.random_state(there))
+    assert torch.equal(first, torch.rand(2, generator=gpu))
+
+
+@GPU
+def test_draws_on_a_gpu_are_refused() -> None:
+    def noisy(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.randn(())
+
+    for engine in ("auto", "vmap", "loop"):
+        with pytest.raises(dg.PlanError, match="draws random numbers"):
+            dg.grad_column(FRAME.iloc[:100], noisy, "x", device="cuda", engine=engine)
 
 
 @GPU
