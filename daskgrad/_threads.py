@@ -14,7 +14,8 @@ class _State:
     """How many tasks have torch at one thread now, and the caller's number of threads.
 
     torch's number is one for each thread, but the last one set is also what threads started later begin with. So the
-    first task in notes it and each one that leaves puts it back.
+    first task in notes it and each one that leaves puts it back. A thread that first asks for its number reads the common
+    one and sets it again, in two steps: so our threads ask inside the lock.
     """
 
     lock = threading.Lock()
@@ -57,7 +58,8 @@ def settle() -> None:
     """Fix torch's number of threads for the calling thread, before tasks change what it would begin with."""
     torch = torch_if_imported()
     if torch is not None:
-        torch.get_num_threads()
+        with _State.lock:
+            torch.get_num_threads()
 
 
 @contextlib.contextmanager
