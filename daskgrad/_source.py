@@ -48,7 +48,9 @@ def column_of(data: Any, label: Hashable) -> pd.Series:
     """
     if isinstance(data, pd.Series):
         return data
-    # Not data[label]: pandas calls a label that is callable, and takes others for masks.
+    if type(label) is str and type(data.columns) is pd.Index and isinstance(column := data.get(label), pd.Series):
+        return column
+    # Not always data[label]: pandas calls a label that is callable, and takes others for masks.
     try:
         place = data.columns.get_loc(label)
     except (KeyError, TypeError, InvalidIndexError):  # a tuple, pd.NA: pandas does not find all that it holds
