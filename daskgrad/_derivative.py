@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -19,12 +19,16 @@ from ._errors import PlanError
 
 @dataclass(frozen=True)
 class Dot:
-    """The derivative by `wrt` along a direction: a column of the data, a constant, or for a module tensors by their names."""
+    """The derivative by `wrt` along a direction: a column of the data, a constant, or for a module tensors by their names.
+
+    `each`: of a module in several states, a direction for each of them; `in_state` picks one.
+    """
 
     wrt: Hashable
     column: Hashable | None
     constant: Constant | None = None
     tensors: tuple[tuple[str, Constant], ...] = ()
+    each: tuple[Dot, ...] = ()
 
     def __str__(self) -> str:
         return f"dot({self.wrt})"
@@ -170,9 +174,10 @@ def dot(wrt: Hashable, vector: Any) -> Dot:
         wrt: the argument.
         vector: the label of a column (text), which holds each row's direction, or a number or array of the argument's shape. By a
             shared module: another module, a checkpoint, or `{parameter: tensor}`; parameters that are not named have direction 0.
+            Of a module in several states (`checkpoints`) also a list of these, one for each state.
 
     Raises:
-        PlanError: `vector` is neither a label nor numbers.
+        PlanError: `vector` is neither a label nor numbers, or a mapping of nothing.
 
     Example:
         >>> import pandas as pd, daskgrad as dg
@@ -187,7 +192,11 @@ def dot(wrt: Hashable, vector: Any) -> Dot:
     if hasattr(vector, "state_dict"):
         vector = vector.state_dict()
     if isinstance(vector, Mapping):
+        if not vector:
+            raise PlanError(f"dot({wrt!r}, {{}}): the direction names no parameter. A direction is {{parameter: tensor}} of at least one.")
         return Dot(wrt, None, None, tuple((str(name), _constant(tensor)) for name, tensor in vector.items()))
+    if isinstance(vector, list | tuple) and any(isinstance(one, Mapping) or hasattr(one, "state_dict") for one in vector):
+        return Dot(wrt, None, each=tuple(dot(wrt, one) for one in vector))
     try:
         return Dot(wrt, None, _constant(vector))
     except (TypeError, ValueError, RuntimeError) as error:
@@ -295,6 +304,17 @@ def directions_of(derivatives: Iterable[Derivative]) -> tuple[Dot, ...]:
     """The distinct directions in `derivatives`."""
     steps = (step for derivative in derivatives for order in orders_of(derivative) for step in order)
     return tuple(dict.fromkeys(step for step in steps if isinstance(step, Dot)))
+
+
+def in_state(derivative: Derivative, k: int) -> Derivative:
+    """`derivative` as it is of state `k` of a shared module, along the direction of that state."""
+
+    def of_state(order: Order) -> Order:
+        return tuple(step.each[k] if isinstance(step, Dot) and step.each else step for step in order)
+
+    if isinstance(derivative, Norm | Project):
+        return replace(derivative, of=tuple(map(of_state, derivative.of)))
+    return of_state(derivative) if isinstance(derivative, tuple) else derivative
 
 
 def spelled(order: Order) -> str:

@@ -22,7 +22,7 @@ import pandas as pd
 from . import _columns
 from ._binding import Form, Input, Signature, bind, check_names, mapping, read_by, signature_of
 from ._checkpoints import State
-from ._derivative import UNNAMED, Aux, Derivative, Norm, Problem, arguments_of
+from ._derivative import UNNAMED, Aux, Derivative, Norm, Problem, arguments_of, in_state
 from ._errors import PlanError
 from ._names import function_name
 from ._options import Options
@@ -192,7 +192,7 @@ def make(
         raise PlanError(f"no column feeds an argument of {function_name(fn)}, so there is nothing to differentiate by")
     asked = by_layer(asked, shared) or [(UNNAMED, (bound[0].name,))]
     directions = column_directions(source, [derivative for _, derivative in asked])
-    parameters = parameter_wishes(fn, [derivative for _, derivative in asked], shared)
+    parameters = parameter_wishes(fn, [derivative for _, derivative in asked], shared, None if checkpoints is None else len(checkpoints[1]))
     named = _named([derivative for _, derivative in asked], parameters, bound)
     by_name = {argument.name: argument for argument in bound}
     for name in named:
@@ -205,8 +205,10 @@ def make(
     outputs = outputs_of(source, asked, by_name, read, parameters, numbers_in(shared, parameters))
     if output == "vector":
         outputs = tuple(replace(o, dtype=np.dtype(object)) if isinstance(o.derivative, tuple) else o for o in outputs)
+    derivatives = [derivative for _, derivative in asked]
     if checkpoints is not None:
         outputs = _for_each_state(outputs, len(checkpoints[1]))
+        derivatives = [in_state(derivative, k) for derivative in derivatives for k in range(len(checkpoints[1]))]
     from . import __version__
 
     return Plan(
@@ -218,7 +220,7 @@ def make(
         outputs=outputs,
         named=named,
         parameters=parameters,
-        asked=tuple(dict.fromkeys(derivative for _, derivative in asked)),
+        asked=tuple(dict.fromkeys(derivatives)),
         checkpoints=checkpoints,
         single=single and len(outputs) == 1 and checkpoints is None and not per_layer,
         output=output,
@@ -247,4 +249,8 @@ def _named(
 
 def _for_each_state(outputs: tuple[Output, ...], states: int) -> tuple[Output, ...]:
     """Every column once for each state of a shared module."""
-    return tuple(replace(output, label=f"{output.label}[{k}]", checkpoint=k) for output in outputs for k in range(states))
+    return tuple(
+        replace(output, label=f"{output.label}[{k}]", derivative=in_state(output.derivative, k), checkpoint=k)
+        for output in outputs
+        for k in range(states)
+    )

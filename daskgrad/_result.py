@@ -74,9 +74,10 @@ class Result:
 
     @property
     def wanted_derivatives(self) -> list[Derivative]:
-        """What to compute; where problems are asked for, all of the call and the value."""
-        wanted = [d for d in self.plan.derivatives if not isinstance(d, Problem)]
-        if any(isinstance(d, Problem) for d in self.plan.derivatives):
+        """What to compute, in the state of now; where problems are asked for, all of the call and the value."""
+        now = dict.fromkeys(output.derivative for output in self.plan.outputs if output.checkpoint == self.checkpoint)
+        wanted = [d for d in now if not isinstance(d, Problem)]
+        if any(isinstance(d, Problem) for d in now):
             wanted += [(), *(d for d in self.plan.asked if not isinstance(d, Problem))]
             if not any(arguments_of(derivative) for derivative in wanted):
                 wanted += [(name,) for name in self.plan.named]

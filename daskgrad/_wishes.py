@@ -98,8 +98,11 @@ def refuse_complex_orders(source: Source, derivatives: Iterable[Derivative], by_
                     )
 
 
-def parameter_wishes(fn: Callable[..., Any], derivatives: Sequence[Derivative], shared: dict[str, Any]) -> dict[Hashable, tuple[str, ...]]:
+def parameter_wishes(
+    fn: Callable[..., Any], derivatives: Sequence[Derivative], shared: dict[str, Any], states: int | None
+) -> dict[Hashable, tuple[str, ...]]:
     """The parameters that are meant where a derivative is taken with respect to a shared argument, or to a part of one."""
+    _check_named_directions(derivatives, shared, states)
     wishes = {
         name
         for derivative in derivatives
@@ -122,6 +125,23 @@ def parameter_wishes(fn: Callable[..., Any], derivatives: Sequence[Derivative], 
     for derivative in derivatives:
         _check_parameter_order(derivative, found, there, known)
     return found
+
+
+def _check_named_directions(derivatives: Sequence[Derivative], shared: dict[str, Any], states: int | None) -> None:
+    """Directions that name parameters are by shared arguments; where there is one for each state, there are as many as states."""
+    for step in directions_of(derivatives):
+        if (step.tensors or step.each) and str(step.wrt).partition(".")[0] not in shared:
+            raise PlanError(
+                f"dot({step.wrt!r}, ...) has tensors by the names of parameters as its direction, which is for shared arguments, and "
+                f"{step.wrt!r} is none. Shared: {listing(shared) or 'nothing'}. By an argument from columns, a direction is the label of "
+                "a column, or numbers."
+            )
+        if step.each and len(step.each) != states:
+            raise PlanError(
+                f"dot({step.wrt!r}, [...]) has {len(step.each)} directions, one for each state of a shared module, and there is "
+                f"{'no module in several states' if states is None else f'a module in {states}'}: "
+                "shared={'model': dg.checkpoints(net, states)} shares one in several; for one direction, leave out the list."
+            )
 
 
 def numbers_in(shared: dict[str, Any], parameters: Mapping[Hashable, tuple[str, ...]]) -> set[Hashable]:
@@ -190,7 +210,8 @@ def _check_parameter_order(
         raise PlanError(f"{written(derivative)} is of an order above the first by shared parameters: first order is possible")
     if isinstance(derivative, Project) and len(derivative.of) > 1:
         raise PlanError(f"{derivative}: a projection is by columns, or by one shared argument")
-    for step in (step for order in orders for step in order if isinstance(step, Dot)):
+    given = [step for order in orders for step in order if isinstance(step, Dot)]
+    for step in (one for either in given for one in either.each or (either,)):
         unknown = [name for name, _ in step.tensors if not any(path == name or path.endswith(f".{name}") for path in known)]
         if unknown:
             raise PlanError(

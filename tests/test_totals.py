@@ -162,6 +162,44 @@ def test_checkpoints_give_a_column_each(carrier: str) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_each_checkpoint_has_its_own_direction(carrier: str) -> None:
+    """One pass with a direction for each state is the passes of the states alone, of the product and of what contains it."""
+    model, table = net(), frame()
+    states = [{name: tensor * factor for name, tensor in model.state_dict().items()} for factor in (1.0, 0.5)]
+    torch.manual_seed(1)
+    directions = [{name: torch.randn_like(tensor) for name, tensor in model.named_parameters()} for _ in states]
+    shared = {"model": dg.checkpoints(model, states)}
+    asked = {"v": dg.dot("model", directions), "same": dg.dot("model", directions[0]), "problem": dg.problem}
+    found = carried(carrier, table, lambda data: dg.derivatives(data, loss, asked, shared=shared))
+    assert list(found.columns) == ["v[0]", "v[1]", "same[0]", "same[1]", "problem[0]", "problem[1]"]
+    for k, state in enumerate(states):
+        one = net()
+        one.load_state_dict(state)
+        rows = by_hand(one, table)
+        for name, direction in (("v", directions[k]), ("same", directions[0])):
+            products = sum(np.tensordot(rows[f"model.{part}"], tensor.numpy(), tensor.dim()) for part, tensor in direction.items())
+            np.testing.assert_allclose(found[f"{name}[{k}]"], products, rtol=1e-10)
+        assert found[f"problem[{k}]"].isna().all()
+
+
+def test_directions_that_do_not_fit_are_refused() -> None:
+    model, table = net(), frame(3)
+    state = model.state_dict()
+    two = {"model": dg.checkpoints(model, [state, state])}
+    with pytest.raises(dg.PlanError, match=r"has 3 directions.*a module in 2"):
+        dg.grad_column(table, loss, wrt=dg.dot("model", [state] * 3), shared=two)
+    with pytest.raises(dg.PlanError, match=r"has 2 directions.*no module in several states"):
+        dg.grad_column(table, loss, wrt=dg.dot("model", [state] * 2), shared={"model": model})
+    with pytest.raises(dg.PlanError, match=r"mux\.bias.*no parameter"):
+        dg.grad_column(table, loss, wrt=dg.dot("model", [state, {"mux.bias": state["mix.bias"]}]), shared=two)
+    for direction in (state, [state, state]):
+        with pytest.raises(dg.PlanError, match=r"'weight' is none.*label of a column, or numbers"):
+            dg.grad_column(table, loss, wrt=dg.dot("weight", direction), shared=two)
+    with pytest.raises(dg.PlanError, match="names no parameter"):
+        dg.dot("model", {})
+
+
 def test_a_state_that_does_not_fit_is_refused() -> None:
     state = net().state_dict()
     with pytest.raises(dg.PlanError, match=r"state 1 does not fit.*mix\.bias"):
