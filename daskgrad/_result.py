@@ -235,27 +235,33 @@ def _gap_hint(values: dict[str, Any]) -> str:
 
 
 class Sums(Result):
-    """The sum over a part's rows, and how many there were: one array, the count in front."""
+    """The sum over a part's rows, and how many there were: one array (states, 1 + elements), the count in front."""
 
     def __post_init__(self) -> None:
+        from ._parameters import parameters_of
+
         super().__post_init__()
-        self.total: Any = 0.0
-        self.count = 0
+        (wrt,) = {derivative.wrt for derivative in self.plan.asked if isinstance(derivative, Total)}
+        there = parameters_of(self.plan.shared)
+        elements = sum(there[path].numel() for path in self.plan.parameters[wrt])
+        self.sums = np.zeros((self.plan.states, 1 + elements))
 
     def put(self, derivative: Derivative, rows: Rows | slice, values: NDArray[Any]) -> None:
-        self.total = self.total + values.astype(np.float64).sum(axis=0)
-        self.count += rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+        counted = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+        sums = self.sums[self.checkpoint or 0]
+        sums[0] += counted
+        sums[1:] += values.astype(np.float64).reshape(len(values), -1).sum(axis=0)
 
     def room(self, derivative: Derivative, rows: slice, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
         return None
 
     def finish(self) -> pd.Series:
-        if self.null and not self.count:
+        if self.null and not self.sums[:, 0].any():
             self._warn_of_nothing()
         if self.first is not None and not self.null:
             raise self._error(self.first)
         cell = np.empty(1, dtype=object)
-        cell[0] = np.concatenate([[self.count], np.atleast_1d(self.total)])
+        cell[0] = self.sums
         return pd.Series(cell, name=self.plan.outputs[0].label)
 
 

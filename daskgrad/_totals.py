@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,7 +11,6 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from . import _dask
-from ._checkpoints import Checkpoints
 from ._column import apply, plan_of
 from ._derivative import Total
 from ._errors import PlanError
@@ -36,11 +36,11 @@ def mean_gradient(
         wrt: a shared argument, a part of it (`"model.head"`), or a glob.
 
     Returns:
-        `{parameter path: array of its shape}`, float64. Of Dask data a `dask.delayed.Delayed` of it: nothing is computed before
-        `.compute()`.
+        `{parameter path: array of its shape}`, float64; of a module in several states (`checkpoints`) a list with one for each. Of
+        Dask data a `dask.delayed.Delayed` of it: nothing is computed before `.compute()`.
 
     Raises:
-        PlanError: `wrt` names no shared parameter, or the module comes in several states.
+        PlanError: `wrt` names no shared parameter.
         GraphError, RowError: as for `grad_column`.
 
     Example:
@@ -109,8 +109,6 @@ def _total(
     *,
     mean: bool,
 ) -> Any:
-    if any(isinstance(value, Checkpoints) for value in (shared or {}).values()):
-        raise PlanError("sums over rows are of one state of a module: call once for each checkpoint")
     plan = plan_of(data, fn, total, inputs=inputs, shared=shared, **options)
     if total.wrt not in plan.parameters:
         raise PlanError(f"{total.wrt!r} is no shared argument. Sums are of gradients by shared parameters: {listing(plan.shared)}.")
@@ -118,24 +116,21 @@ def _total(
 
     there = parameters_of(plan.shared)
     shapes = {path: tuple(there[path].shape) for path in plan.parameters[total.wrt]}
+    several = plan.checkpoints is not None
     if _dask.kind(data) is None:
-        return finished(apply(data, plan), shapes, mean)
-    return _dask.summed(data, plan, finished, shapes, mean)
+        return finished(apply(data, plan), shapes, mean, several)
+    return _dask.summed(data, plan, finished, shapes, mean, several)
 
 
-def finished(sums: pd.Series, shapes: Mapping[str, tuple[int, ...]], mean: bool) -> Gradients:
-    """The sum over all parts, (1 + parameters,) with the count in front, as one array for each parameter."""
-    count, flat = sums.iloc[0][0], sums.iloc[0][1:]
-    whole = np.zeros(sum(int(np.prod(shape)) for shape in shapes.values())) + flat
-    if mean:
-        whole = whole / count if count else np.full_like(whole, np.nan)
-    found: Gradients = {}
-    start = 0
-    for path, shape in shapes.items():
-        stop = start + int(np.prod(shape))
-        found[path] = whole[start:stop].reshape(shape)
-        start = stop
-    return found
+def finished(sums: pd.Series, shapes: Mapping[str, tuple[int, ...]], mean: bool, several: bool) -> Gradients | list[Gradients]:
+    """The sum over all parts, (states, 1 + elements) with the count in front, as one array for each parameter, for each state."""
+    ends = np.cumsum([math.prod(shape) for shape in shapes.values()])
+    found = []
+    for count, flat in ((state[0], state[1:]) for state in sums.iloc[0]):
+        whole = flat if not mean else flat / count if count else np.full_like(flat, np.nan)
+        parts = zip(shapes.items(), np.split(whole, ends[:-1]), strict=True)
+        found.append({path: part.reshape(shape) for (path, shape), part in parts})
+    return found if several else found[0]
 
 
 def parameter_slices(shared: Mapping[str, Any], wrt: str) -> dict[str, slice]:

@@ -124,6 +124,56 @@ def test_missing_and_failed_rows_do_not_count() -> None:
     assert dg.mean_gradient(table, picky, "w", shared={"w": torch.tensor(1.0)}, on_error="null")["w"] == 1.0
 
 
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_sums_of_each_checkpoint(carrier: str) -> None:
+    model, table = net(), frame()
+    states = [{name: tensor * factor for name, tensor in model.state_dict().items()} for factor in (1.0, 0.5)]
+    call = {"shared": {"model": dg.checkpoints(model, states)}}
+    mean = carried(carrier, table, lambda data: dg.mean_gradient(data, loss, "model", **call))
+    clipped = carried(carrier, table, lambda data: dg.clipped_sum(data, loss, "model.mix", 0.7, **call))
+    for k, state in enumerate(states):
+        one = net()
+        one.load_state_dict(state)
+        rows = by_hand(one, table)
+        assert_equal(mean[k], {name: g.mean(0) for name, g in rows.items()})
+        part = {name: g for name, g in rows.items() if name.startswith("model.mix.")}
+        assert_equal(clipped[k], {name: np.tensordot(np.minimum(1, 0.7 / lengths(part)), g, 1) for name, g in part.items()})
+
+
+def test_a_row_that_fails_in_one_state_counts_in_the_others() -> None:
+    def picky(model: nn.Module, x: Tensor) -> Tensor:
+        value: Tensor = model(x[None]).sum()
+        if value > 2:
+            raise ValueError("too much")
+        return value
+
+    model = nn.Linear(1, 1, bias=False)
+    states = [{"weight": torch.tensor([[factor]])} for factor in (1.0, 2.0, 9.0)]
+    table = pd.DataFrame({"x": [1.0, 2.0, 4.0]})
+    shared = {"model": dg.checkpoints(model, states)}
+    means = dg.mean_gradient(table, picky, "model", shared=shared, on_error="null")
+    assert [mean["model.weight"].item() for mean in means[:2]] == [1.5, 1.0]
+    assert np.isnan(means[2]["model.weight"]).all()
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_parts_without_rows_add_nothing(carrier: str) -> None:
+    """A filter leaves some partitions empty; in others all rows are missing."""
+    model, table = net(), frame()
+    table = table.convert_dtypes()
+    table.loc[5:20, "weight"] = pd.NA
+    present = table[table["weight"].notna() & (table.index > 12)]
+    rows = by_hand(model, present.astype({"weight": float}))
+
+    def verb(data: Any) -> Any:
+        if isinstance(data, db.Bag):
+            return dg.mean_gradient(data.filter(lambda record: record["row"] > 12), loss, "model", shared={"model": model})
+        return dg.mean_gradient(data[data["row"] > 12], loss, "model", shared={"model": model})
+
+    mean = carried(carrier, table.assign(row=table.index), verb)
+    assert_equal(mean, {name: g.mean(0) for name, g in rows.items()})
+
+
 def test_no_rows_have_no_mean_and_an_empty_sum() -> None:
     table = frame().iloc[:0]
     assert np.isnan(dg.mean_gradient(table, loss, "model", shared={"model": net()})["model.mix.bias"]).all()
