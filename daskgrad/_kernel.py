@@ -42,7 +42,7 @@ PROBE = 64
 AT_ONCE = 256
 """Rows that are one batch: a second one would cost as much again. Not where a kernel can do the rest, nor with gradients by
 parameters, which are too large to be made unmeasured."""
-MOST = 262_144
+MOST = 524_288
 """Rows of a batch at most, for each of torch's threads: with fewer, the fixed cost of a batch shows in cheap functions, and threads
 meet too often; with more nothing is gained, and temporaries leave the cache."""
 BUDGET = 128 * 2**20
