@@ -240,7 +240,7 @@ def grad(out: Path | None, resume: bool, overwrite: bool, quiet: bool, scheduler
             return
         started = time.perf_counter()
         with nullcontext() if quiet else progress():
-            files = _command.write(frame, out, resume=resume, overwrite=overwrite)
+            files = _command.write(frame, request.source, out, resume=resume, overwrite=overwrite)
         if not quiet:
             for line in _command.summary(files, made, out, time.perf_counter() - started):
                 click.echo(line)

@@ -169,20 +169,22 @@ def first_rows(frame: Any) -> str:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def write(frame: Any, out: Path, *, resume: bool = False, overwrite: bool = False) -> list[Path]:
-    """Compute `frame` into `out`: a folder of Parquet files, or one CSV file.
+def write(frame: Any, source: str, out: Path, *, resume: bool = False, overwrite: bool = False) -> list[Path]:
+    """Compute `frame`, which reads `source`, into `out`: a folder of Parquet files, or one CSV file.
 
-    A CSV file is put together from Parquet files beside it, which stay until `finish`: they are what `resume` continues from.
+    A CSV file is put together from Parquet files beside it, which stay until `finish`: they are what `resume` continues from. One
+    that is there already is replaced when the new one is whole.
 
     Returns:
         The Parquet files, in order.
 
     Raises:
-        PlanError: `out` is there already, or cannot hold what is to be written.
+        PlanError: `out` is there already, is what is read, or cannot hold what is to be written.
         RowError, GraphError: a row failed.
     """
     as_csv = _is_csv(out, frame)
     folder = _folder(out)
+    _spare(source, {out, folder})
     _make_way(out, folder, resume=resume, overwrite=overwrite)
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -217,6 +219,15 @@ def _is_csv(out: Path, frame: Any) -> bool:
     return ending == ".csv"
 
 
+def _spare(source: str, places: set[Path]) -> None:
+    """What is read is not written over: it would be gone before it is read."""
+    for file in _input.files(source):
+        for place in places:
+            if place.exists() and any(place.samefile(part) for part in (file, *file.absolute().parents, *file.resolve().parents)):
+                said = "is what is read" if place.samefile(file) else f"holds {file}, which is read"
+                raise PlanError(f"--out {place} {said}: writing there would destroy it. Give --out another name.")
+
+
 def _make_way(out: Path, folder: Path, *, resume: bool, overwrite: bool) -> None:
     """Let `out` be new, unless what is there is to be continued."""
     if out.exists() and not overwrite and not (resume and folder == out):
@@ -230,7 +241,7 @@ def _make_way(out: Path, folder: Path, *, resume: bool, overwrite: bool) -> None
                 raise PlanError(f"the folder {place} holds {others[0]}, which is no Parquet file, so it is not replaced")
             with Folder(place).locked():
                 shutil.rmtree(place)
-        elif place.exists():
+        elif place.exists() and folder == out:  # a CSV file stays until the new one is whole
             place.unlink()
 
 

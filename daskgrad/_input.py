@@ -45,6 +45,12 @@ def table(source: str, where: str | None = None, *, dtypes: Mapping[str, str] | 
     return _filtered(_parquet(paths, filters=[filters]) if filters else frame, where)
 
 
+def files(source: str) -> list[Path]:
+    """The local files and folders that `table` reads."""
+    _, paths = _found(source)
+    return [Path(path) for path in ([paths] if isinstance(paths, str) else paths) if "://" not in path]
+
+
 # --- files ------------------------------------------------------------------------------------------------------------
 
 

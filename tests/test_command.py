@@ -343,7 +343,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["book.parquet", "model.py:power", "--column", "x=float32"], "for CSV"),
     (["book.csv", "model.py:bowl", "--input", "z=x,y", "--derivative", "g=z", "--out", "o.csv"], "holds arrays"),
     (["book.csv", "model.py:power", "--out", "o.xlsx"], "ends in .xlsx"),
-    (["book.csv", "model.py:power", "--out", "book.csv"], "there already"),
+    (["book.csv", "model.py:power", "--out", "book.csv"], "is what is read: writing there would destroy it"),
 ]
 
 
@@ -368,6 +368,46 @@ def test_what_is_there_is_replaced_only_if_asked() -> None:
     Path("mine/letter.txt").touch()
     assert "letter.txt" in failed(2, *call, "mine", "--overwrite")
     assert Path("mine/letter.txt").exists()
+
+
+@pytest.mark.parametrize("flag", [[], ["--overwrite"], ["--resume"]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("source", "out"),
+    [
+        ("book.csv", "book.csv"),
+        ("book.csv", "./lake/../book.csv"),
+        ("book.csv", "linked.csv"),
+        ("linked.csv", "book.csv"),
+        ("book.parquet", "book.parquet"),
+        ("lake", "lake"),
+        ("lake/*.parquet", "lake"),
+        ("lake/0.parquet", "lake"),
+        ("deep.parquet/in.parquet/0.parquet", "deep.parquet"),
+        ("l*/*.csv", "lake/1.csv"),
+        ("o.csv.parts/0.parquet", "o.csv"),
+    ],
+)
+def test_what_is_read_is_never_written_over(source: str, out: str, flag: list[str]) -> None:
+    for place in ("lake", "deep.parquet/in.parquet", "o.csv.parts"):
+        Path(place).mkdir(parents=True)
+        book().to_parquet(f"{place}/0.parquet", index=False)
+    if source.endswith("*.csv"):
+        book().to_csv("lake/1.csv", index=False)
+    Path("linked.csv").symlink_to("book.csv")
+    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+    line = failed(2, "grad", source, "model.py:power", *flag, "--out", out)
+    assert "would destroy it. Give --out another name." in line
+    after = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert after == before
+
+
+def test_a_csv_file_is_there_until_the_new_one_is_whole() -> None:
+    Path("o.csv").write_text("of last year\n")
+    call = ["grad", "book.parquet", "model.py:strict", "--wrt", "x", "--out", "o.csv", "--overwrite"]
+    failed(1, *call)
+    assert Path("o.csv").read_text() == "of last year\n"
+    done(*call, "--on-error", "null")
+    assert read("o.csv").d_x.isna().sum() == 1
 
 
 def test_resume_makes_only_what_is_missing_and_refuses_another_function() -> None:
