@@ -170,13 +170,20 @@ def _in_words(plans: list[Any]) -> str:
 # -------------------------------------------------------------------------------- the work
 
 
+class _Stopped(Exception):
+    """A part has failed, and no other is to be begun."""
+
+
 def _make_all(run: Run, missing: list[int]) -> None:
     """Parts over which a worker died come last, by themselves."""
-    todo = _settle(run, [number for number in missing if number not in run.died])
-    _make(run, todo)
-    _make(run, sorted(run.died & set(missing)), isolate=True)
-    if run.untyped:
-        _settle_missing(run)
+    try:
+        todo = _settle(run, [number for number in missing if number not in run.died])
+        _make(run, todo)
+        _make(run, sorted(run.died & set(missing)), isolate=True)
+        if run.untyped:
+            _settle_missing(run)
+    except _Stopped:
+        _raise(run)
     if run.failed and run.job.wishes.on_failure != "report":
         _raise(run)
 
@@ -242,7 +249,7 @@ def _take(run: Run, outcome: Outcome) -> None:
     else:
         run.failed[outcome.number] = outcome
         if outcome.fatal or run.job.wishes.on_failure == "stop":
-            _raise(run)
+            raise _Stopped
 
 
 def _check_environment(job: Job, outcome: Outcome) -> None:
@@ -260,7 +267,8 @@ def _raise(run: Run) -> None:
     fatal = [number for number in numbers if run.failed[number].fatal]
     number = (fatal or numbers)[0]
     error = run.failed[number].exception()
-    told = f"{len(run.kept) + len(run.written)} of {job.parts} parts lie whole in {job.folder.path}; run it again to make only the rest."
+    lying = sum(1 for _ in job.folder.path.iterdir())  # also parts that were under way when another failed
+    told = f"{lying} of {job.parts} parts lie whole in {job.folder.path}; run it again to make only the rest."
     if fatal:
         free = shutil.disk_usage(job.folder.path).free
         problem = f"the disk of {job.folder.path} takes no more: {error} ({free / 1e6:.1f} MB free). {told}"

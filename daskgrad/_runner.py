@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from dask.typing import Key
@@ -61,10 +65,33 @@ class Local:
                 done(key, value)
 
         try:
-            with Callback(posttask=look):
-                self._get(graph, list(wanted))
+            with _awaited(self._get) as get, Callback(posttask=look):
+                get(graph, list(wanted))
         except BrokenProcessPool:
             raise Died(None) from None
+
+
+@contextlib.contextmanager
+def _awaited(get: Any) -> Iterator[Any]:
+    """Dask's threads in a pool that has ended afterwards: where something is raised, Dask leaves the tasks that run then to themselves."""
+    import dask.threaded
+    from dask.system import CPU_COUNT
+
+    if get is not dask.threaded.get or dask.config.get("pool", None) is not None:
+        yield get
+        return
+    pool = _Pool(dask.config.get("num_workers", None) or CPU_COUNT)
+    try:
+        yield functools.partial(get, pool=pool)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+class _Pool(ThreadPoolExecutor):
+    """Threads that see the context variables of the caller, as in Dask's own pool."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        return super().submit(contextvars.copy_context().run, fn, *args, **kwargs)
 
 
 class Distributed:

@@ -7,6 +7,8 @@ import math
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -426,11 +428,32 @@ def test_a_full_disk_is_said_and_what_was_written_stays(small_disk: Path) -> Non
         dg.to_parquet(slopes(data, parts=6), small_disk / "out", scheduler="threads")
     assert isinstance(caught.value, OSError)
     there = pd.read_parquet(small_disk / "out")
+    assert f"{len(there) // 10_000} of 6 parts" in str(caught.value)
     assert 10_000 <= len(there) < 60_000
     pd.testing.assert_series_equal(there.slope, 2 * np.cos(data.x[there.index]), check_names=False)
     subprocess.run(["mount", "-o", "remount,size=8m", small_disk], check=True)
     assert dg.to_parquet(slopes(data, parts=6), small_disk / "out").kept == len(there) // 10_000
     assert len(pd.read_parquet(small_disk / "out")) == 60_000
+
+
+under_way = threading.Event()
+
+
+def one_fails_while_one_runs(part: pd.DataFrame) -> pd.DataFrame:
+    if part.index[0] == 0:
+        assert under_way.wait(60)
+        raise ValueError("the first")
+    under_way.set()
+    time.sleep(0.5)
+    return part
+
+
+def test_no_part_is_under_way_once_it_has_raised(tmp_path: Path) -> None:
+    frame = dd.from_pandas(table(), npartitions=2).map_partitions(one_fails_while_one_runs, meta=table()[:0])
+    with dask.config.set(num_workers=2), pytest.raises(ValueError, match="the first"):
+        dg.to_parquet(frame, tmp_path / "out", on_failure="stop", scheduler="threads")
+    assert len(list((tmp_path / "out").iterdir())) == 1
+    assert not list((tmp_path / "out.daskgrad").glob("*.running"))
 
 
 # -------------------------------------------------------------------------------- rows that fail
