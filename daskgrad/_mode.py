@@ -166,11 +166,8 @@ class RowMode(TorchFunctionMode):
 
     def _at_once(self, given: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
         """A linear layer of all rows with its bias in the same product, which vmap would add in another step; None where it cannot be."""
-        if not (_functorch.is_batchedtensor(given) and _functorch.maybe_get_level(given) == self.level):
-            return None
-        rows = self.of_rows(given)
-        plain = (_functorch.get_unwrapped(given), weight, *([] if bias is None else [bias]))
-        if rows is None or any(map(_functorch.is_functorch_wrapped_tensor, plain)):
+        rows = self.plain_rows(given)
+        if rows is None or any(map(_functorch.is_functorch_wrapped_tensor, (weight, *([] if bias is None else [bias])))):
             return None
         if rows.dim() < 2 or weight.dim() != 2 or rows.shape[-1] != weight.shape[1] or (bias is not None and bias.dim() != 1):
             return None
@@ -179,8 +176,7 @@ class RowMode(TorchFunctionMode):
             output = flat @ weight.T if bias is None else torch.addmm(bias, flat, weight.T)
             output = output if rows.dim() == 2 else output.reshape(*rows.shape[:-1], len(weight))
         self._weigh(output)
-        batched: Tensor = _functorch._add_batch_dim(output, 0, self.level)
-        return batched
+        return self.batched(output)
 
     def _own_copy(self, name: str) -> Tensor:
         """The copy of a parameter that belongs to one row."""
@@ -216,6 +212,17 @@ class RowMode(TorchFunctionMode):
                 axis = _functorch.maybe_get_bdim(tensor)
             tensor = _functorch.get_unwrapped(tensor)
         return None if axis is None else tensor.movedim(axis, 0)
+
+    def plain_rows(self, tensor: Any) -> Tensor | None:
+        """As `of_rows`, but None also where a transform of the row function's own is around or beneath: what is made of it is whole."""
+        if not (_functorch.is_batchedtensor(tensor) and _functorch.maybe_get_level(tensor) == self.level):
+            return None
+        return None if _functorch.is_functorch_wrapped_tensor(_functorch.get_unwrapped(tensor)) else self.of_rows(tensor)
+
+    def batched(self, rows: Tensor) -> Tensor:
+        """(rows, *shape) as the batched tensor that the row function sees."""
+        tensor: Tensor = _functorch._add_batch_dim(rows, 0, self.level)
+        return tensor
 
     def differentiated(self, tensor: Any) -> bool:
         """Whether a gradient that was asked for would flow through `tensor`."""
@@ -593,6 +600,25 @@ def _roll(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     return args[0].clone()
 
 
+# --- kernels that are faster in another layout ------------------------------------------------------------------------
+
+
+def _max_pool(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch's kernel for images is several times as fast where the channels lie side by side, also with a copy there and back."""
+    rows = mode.plain_rows(args[0])
+    if rows is None or not pooled_by_channels(rows) or mode.paths is None or mode.paths.traced or kwargs.get("return_indices"):
+        return func(*args, **kwargs)
+    with temporarily_pop_interpreter_stack():
+        images = rows.reshape(-1, *rows.shape[-3:]).contiguous(memory_format=torch.channels_last)
+        pooled = func(images, *args[1:], **kwargs).contiguous()
+        return mode.batched(pooled.reshape(*rows.shape[:-2], *pooled.shape[-2:]))
+
+
+def pooled_by_channels(rows: Tensor) -> bool:
+    """Whether the copies pay for images (rows, [samples,] channels, height, width)."""
+    return rows.dim() in (4, 5) and rows.dtype == torch.float32 and rows.device.type == "cpu" and rows.shape[-3] >= 8
+
+
 # --- reductions whose gradient at a tie vmap shares out otherwise ------------------------------------------------------
 
 
@@ -818,6 +844,8 @@ _HANDLERS: dict[Any, _Handler] = {
     torch.autograd.grad: _gradient,
     torch.autograd.backward: _backward,
     Tensor.backward: _backward,
+    F.max_pool2d: _max_pool,
+    torch.max_pool2d: _max_pool,
     torch.roll: _roll,
     Tensor.roll: _roll,
     torch.max: _extreme,

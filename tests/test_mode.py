@@ -237,6 +237,55 @@ def test_control_flow_inside_torchscript(scripted: Any, engine: str) -> None:
     assert_gradient(scalars(), fn, engine)
 
 
+# --- kernels in another layout
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kernel_size": 2},
+        {"kernel_size": (3, 2), "stride": (2, 1), "padding": (1, 0)},
+        {"kernel_size": 2, "dilation": 2, "stride": 1, "ceil_mode": True},
+        {"kernel_size": 3, "stride": 2, "padding": 1, "return_indices": True},
+    ],
+)
+@pytest.mark.parametrize("samples", [[], [2]])
+def test_pooling_is_that_of_a_row(options: dict[str, Any], samples: list[int]) -> None:
+    """Bit for bit, also where elements are equal, missing or infinite; and what comes out can be viewed as ever."""
+    rng = np.random.default_rng(0)
+    images = rng.integers(-2, 3, (40, *samples, 8, 7, 9)).astype(np.float32)
+    images[rng.random(images.shape) < 0.02] = np.nan
+    images[rng.random(images.shape) < 0.02] = np.inf
+    weights = torch.randn(8, 1, 1, generator=torch.Generator().manual_seed(0))
+
+    def fn(x: Tensor) -> Tensor:
+        pooled: Any = torch.nn.functional.max_pool2d(x * weights, **options)
+        values = pooled[0] * (pooled[1] + 1) if isinstance(pooled, tuple) else pooled
+        return (values.view(-1).nan_to_num(posinf=2.0, neginf=-3.0) ** 2).sum()
+
+    frame = pd.DataFrame({"x": list(images)})
+    batched, single = (dg.derivatives(frame, fn, {"value": (), "d": "x"}, engine=engine) for engine in ("vmap", "loop"))
+    np.testing.assert_allclose(batched.value, single.value, rtol=1e-5)
+    assert sum(np.abs(cell).sum() for cell in single.d) > 1000
+    for ours, theirs in zip(batched.d, single.d, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_pooling_under_transforms_of_the_row_function() -> None:
+    images = np.random.default_rng(0).normal(size=(40, 3, 8, 6, 6)).astype(np.float32)
+
+    def fn(x: Tensor) -> Tensor:
+        pool = torch.nn.functional.max_pool2d
+        each = torch.vmap(lambda one: pool(one, 2).square().sum())(x)
+        slope = torch.func.grad(lambda one: pool(one, 3).pow(3).sum())(x[0])
+        return each.sum() + slope.sum() + pool(x, 2, 1).sum()
+
+    frame = pd.DataFrame({"x": list(images)})
+    batched, single = (dg.grad_column(frame, fn, engine=engine) for engine in ("vmap", "loop"))
+    for ours, theirs in zip(batched, single, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+
+
 def test_the_direct_way_into_vmap_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails where torch's private functions have changed: then `torch.vmap` itself is used, which is slower and as right."""
     from daskgrad import _vmap

@@ -465,6 +465,15 @@ WITHOUT_RULES = {
 }
 
 
+def test_patches_that_are_picked() -> None:
+    shape = (2, 9, 13)
+    picking = mock.patch.object(_parameters, "picking_pays", wraps=_parameters.picking_pays)
+    with picking as asked, mock.patch.object(_parameters, "convolved_pays", return_value=False):
+        model = seeded(lambda: nn.Conv2d(2, 3, (4, 3), stride=2)).float()
+        assert_by_parameters(table(*shape, rows=40), loss, {"model": model}, engines=["vmap"], dtype=torch.float32, rtol=2e-5)
+    assert any(_parameters.picking_pays(*call.args) for call in asked.call_args_list)
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_which_layers_have_rules(name: str) -> None:
     make, shape = LAYERS[name]
@@ -555,6 +564,7 @@ def test_linear_of_any_size(steps: int, size_in: int, size_out: int, bias: bool,
     samples=st.integers(0, 2),
     bias=st.booleans(),
     by_kernels=st.booleans(),
+    picked=st.booleans(),
     alone=st.sampled_from([0, 2**25]),
 )
 def test_convolutions_of_any_kind(
@@ -569,6 +579,7 @@ def test_convolutions_of_any_kind(
     samples: int,
     bias: bool,
     by_kernels: bool,
+    picked: bool,
     alone: int,
 ) -> None:
     kind: Any = nn.Conv1d if dims == 1 else nn.Conv2d
@@ -576,7 +587,7 @@ def test_convolutions_of_any_kind(
     options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "bias": bias}
     model = seeded(lambda: kind(groups * channels, groups * per_group, kernel, **options))
     shape = (*([samples] if samples else []), groups * channels, *([6, 7][:dims]))
-    by = mock.patch.object(_parameters, "convolved_pays", return_value=by_kernels)  # else these are too small
+    by = mock.patch.multiple(_parameters, convolved_pays=lambda *_: by_kernels, picking_pays=lambda *_: picked)  # else these are too small
     with by, mock.patch.multiple(_contributions, ALONE=alone, CHANNELS=0):
         assert_by_parameters(table(*shape, rows=5), loss, {"model": model}, engines=["vmap"])
 
@@ -593,6 +604,7 @@ def test_convolutions_of_any_kind(
     dilation=st.integers(1, 3),
     samples=st.integers(0, 2),
     by_kernels=st.booleans(),
+    picked=st.booleans(),
     alone=st.sampled_from([0, 2**25]),
 )
 def test_transposed_convolutions_of_any_kind(
@@ -607,6 +619,7 @@ def test_transposed_convolutions_of_any_kind(
     dilation: int,
     samples: int,
     by_kernels: bool,
+    picked: bool,
     alone: int,
 ) -> None:
     kind: Any = nn.ConvTranspose1d if dims == 1 else nn.ConvTranspose2d
@@ -614,7 +627,7 @@ def test_transposed_convolutions_of_any_kind(
     options = {"stride": stride, "padding": padding, "output_padding": more, "dilation": dilation, "groups": groups}
     model = seeded(lambda: kind(groups * channels, groups * per_group, kernel, **options))
     shape = (*([samples] if samples else []), groups * channels, *([4, 5][:dims]))
-    by = mock.patch.object(_parameters, "convolved_pays", return_value=by_kernels)  # else these are too small
+    by = mock.patch.multiple(_parameters, convolved_pays=lambda *_: by_kernels, picking_pays=lambda *_: picked)  # else these are too small
     with by, mock.patch.multiple(_contributions, ALONE=alone, CHANNELS=0):
         assert_by_parameters(table(*shape, rows=5), loss, {"model": model}, engines=["vmap"])
 
