@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from ._device import random_state, set_random_state
+from . import _wanted
+from ._generators import kept
 from ._warn import current_call
 
 _functorch: Any = torch._C._functorch
@@ -78,7 +79,8 @@ class _Gate:
             self._changed.notify_all()
 
     def checkpoint(self) -> None:
-        """Raise where another part of the same call has failed."""
+        """Raise where another part of the same call has failed, or nobody waits for this one any more."""
+        _wanted.check()
         error = self._failed.get(current_call() or b"")
         if error is not None:
             raise error
@@ -138,7 +140,7 @@ drain = _gate.drain
 def neutral(dtype: torch.dtype, device: torch.device, exclusive: bool = False) -> Iterator[None]:
     """Inside: `dtype` is torch's default, gradients are recorded, nothing of the caller's surroundings is felt.
 
-    `exclusive` keeps other row functions out, for those that use the process's random generator; its state is put back too.
+    `exclusive` keeps other row functions out, for those that use the process's random generators; their state is put back too.
     """
     before = _gate.enter(dtype, exclusive)
     try:
@@ -149,7 +151,7 @@ def neutral(dtype: torch.dtype, device: torch.device, exclusive: bool = False) -
             if torch._C._len_torch_function_stack() or device.type != "cpu":
                 stack.enter_context(torch.device(device))
             if exclusive:
-                stack.callback(set_random_state, random_state(device), device)
+                stack.enter_context(kept(device))
             yield
     finally:
         _gate.leave(before)

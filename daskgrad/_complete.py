@@ -61,13 +61,18 @@ def complete(job: Job) -> Run:
     folder, run = job.folder, Run(job)
     folder.make()
     with folder.locked():
-        stale = sorted_out(run, folder.parts())
+        there, damaged = folder.parts()
+        stale = damaged + sorted_out(run, there)
         run.died = set(folder.interrupted()) - run.kept.keys()
         missing = [number for number in range(job.parts) if number not in run.kept]
         folder.remove(stale)
         if missing:
             folder.begin(job.digest())
-            _make_all(run, missing)
+            try:
+                _make_all(run, missing)
+            except KeyboardInterrupt:
+                folder.interrupted()  # by the user: none of the parts under way is suspected of anything
+                raise
         if not run.failed:
             _record(job)
             folder.end()

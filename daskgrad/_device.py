@@ -1,4 +1,4 @@
-"""Where a part is computed: the CPU, or a GPU; where there are several GPUs, each thread of a process keeps one. The generators there."""
+"""Where a part is computed: the CPU, or a GPU; where there are several GPUs, each thread of a process keeps one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 import threading
 
 import torch
-from torch import Tensor
 
 from ._errors import PlanError
 
@@ -38,20 +37,6 @@ def device_of(asked: str | None) -> torch.device:
     if index >= there:
         raise PlanError(f"device={asked!r} is asked for, and torch finds {there} here: 'cuda:0' to 'cuda:{there - 1}' are possible.")
     return torch.device("cuda", index)
-
-
-def random_state(device: torch.device) -> Tensor:
-    """Where torch's generators stand, as bytes: the CPU's, followed by the one of a GPU, from which `fn` draws there."""
-    state = torch.get_rng_state()
-    return state if device.type == "cpu" else torch.cat([state, torch.cuda.get_rng_state(device)])
-
-
-def set_random_state(state: Tensor, device: torch.device) -> None:
-    """Puts them back to a `random_state` of the same device."""
-    size = len(torch.get_rng_state())
-    torch.set_rng_state(state[:size].clone())  # torch reads a state as if it were not part of a longer tensor: a crash
-    if device.type != "cpu":
-        torch.cuda.set_rng_state(state[size:].clone(), device)
 
 
 def _turn() -> int:

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -25,6 +26,7 @@ import pyarrow as pa
 from . import _write
 from ._errors import PlanError, StoreError
 
+_PART = re.compile(r"part-\d{6,}\.parquet")
 _BEAT, _DEAD = 10.0, 60.0  # seconds: how often a lock without flock is renewed, and after how long it counts as left behind
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 
@@ -62,13 +64,13 @@ class Folder:
 
     # ---------------------------------------------------------------------------- what is there
 
-    def parts(self) -> dict[str, Part]:
-        """The parts that lie here.
+    def parts(self) -> tuple[dict[str, Part], list[str]]:
+        """The parts that lie here, by name; and the names of those that can no longer be read.
 
         Raises:
             PlanError: there are files that daskgrad has not written, which a reader would take for parts.
         """
-        found, foreign = {}, []
+        found, foreign, damaged = {}, [], []
         for file in sorted(self.path.iterdir()):
             try:
                 identity, schema, rows = _write.footer(file) if file.is_file() else (None, None, 0)
@@ -76,7 +78,9 @@ class Folder:
                 if isinstance(error, OSError) and error.errno is not None and error.errno != errno.EINVAL:
                     raise
                 identity, schema, rows = None, None, 0
-            if identity is None:
+            if identity is None and schema is None and self._mine(file):
+                damaged.append(file.name)
+            elif identity is None:
                 foreign.append(file.name)
             else:
                 found[file.name] = Part(file.name, identity, schema, rows, file.stat().st_size)
@@ -85,7 +89,12 @@ class Folder:
                 f"{self.path} holds {len(foreign)} file(s) that daskgrad has not written, such as {foreign[0]!r}. A reader would take them "
                 "for parts: choose a new folder, or remove them."
             )
-        return found
+        return found, damaged
+
+    def _mine(self, file: Path) -> bool:
+        """Whether a file that cannot be read was written here: an earlier run has left word of itself, and gave this name."""
+        here = any((self.aside / name).exists() for name in ("job", "recipe"))
+        return here and file.is_file() and _PART.fullmatch(file.name) is not None
 
     def remove(self, names: list[str]) -> None:
         for name in names:

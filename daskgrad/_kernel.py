@@ -19,10 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from . import _anomaly, _scripted, _threads
+from . import _anomaly, _generators, _scripted, _threads
 from ._ambient import checkpoint, slow_rules
 from ._derivative import Derivative, Dot, Total
-from ._device import random_state, set_random_state
 from ._errors import GraphError, PlanError
 from ._lines import at_line
 from ._malloc import keep_memory
@@ -518,12 +517,12 @@ class _Solver:
         if self.job.options.randomness == "error":
             return None
         if self.job.options.randomness == "same":
-            torch.manual_seed(self.job.seed)
-        return random_state(self.job.device)
+            _generators.begin(self.job.seed)
+        return _generators.random_state(self.job.device)
 
     def _diverged_at_random(self, before: Tensor | None, paths: Paths) -> bool:
         """Rows that part after a draw: replayed answers would not fit fresh draws, so the whole batch goes one by one."""
-        if before is None or paths.active is None or torch.equal(before, random_state(self.job.device)):
+        if before is None or paths.active is None or torch.equal(before, _generators.random_state(self.job.device)):
             return False
         self.one_by_one(paths.rows)
         return True
@@ -610,8 +609,8 @@ class _Solver:
         directions = _directions(job, given, 1, lead=0)
         given.update({name: leaf.clone() for name, leaf in leaves.items()})
         if job.options.randomness == "same":
-            torch.manual_seed(job.seed)
-        before = random_state(job.device) if job.options.randomness == "error" else None
+            _generators.begin(job.seed)
+        before = _generators.random_state(job.device) if job.options.randomness == "error" else None
         try:
             with _scripted.watch(mode, job.scripted), mode:
                 result = job.call(given, mode, row)
@@ -620,8 +619,8 @@ class _Solver:
                 raise mode.cut from None
             raise
         finally:
-            if before is not None and not torch.equal(before, random_state(job.device)):
-                set_random_state(before, job.device)
+            if before is not None and not torch.equal(before, _generators.random_state(job.device)):
+                _generators.set_random_state(before, job.device)
                 raise _random(job.noise()) from None
         if mode.missing:
             raise MissingCell

@@ -16,7 +16,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from . import _captured, _compiled, _kernel
+from . import _captured, _compiled, _generators, _kernel
 from ._ambient import neutral
 from ._cells import ArrayKind, StaticKind
 from ._derivative import Derivative, Dot, Total, directions_of
@@ -82,7 +82,7 @@ def _solve(plan: Plan, table: Table, group: Group, device: torch.device, result:
             result.slower("rows go one by one, since the function can draw random numbers of Python or NumPy, which a batch would share")
     with neutral(cast.default, device, exclusive=random):
         if random:
-            torch.manual_seed(job.seed)
+            _generators.begin(job.seed)
         _kernel.solve(job, result)
         if plan.options.detect_anomaly:
             _name_anomalies(job, result)

@@ -11,7 +11,7 @@ from typing import Any
 
 from dask.typing import Key
 
-from . import _task
+from . import _task, _wanted
 from ._errors import PlanError, StoreError
 
 Graph = dict[Key, Any]
@@ -27,10 +27,19 @@ class Died(Exception):
 
 
 def runner_of(scheduler: Any, collection: Any) -> Local | Distributed:
-    """For what `.compute(scheduler=...)` takes: None is the current client, or what Dask's configuration says."""
+    """For what `.compute(scheduler=...)` takes: None is the current client, or what Dask's configuration says, or else threads.
+
+    Args:
+        scheduler: that.
+        collection: of Dask's, which may have a scheduler of its own; None where there is none.
+    """
+    import dask.threaded
     from dask.base import get_scheduler
 
-    get = get_scheduler(collections=[collection], scheduler=scheduler) if not hasattr(scheduler, "get_versions") else scheduler.get
+    if hasattr(scheduler, "get_versions"):
+        get = scheduler.get
+    else:
+        get = get_scheduler(collections=[collection], scheduler=scheduler) or dask.threaded.get
     client = getattr(get, "__self__", None)
     if client is not None and hasattr(client, "get_versions"):
         if client.asynchronous:
@@ -73,7 +82,10 @@ class Local:
 
 @contextlib.contextmanager
 def _awaited(get: Any) -> Iterator[Any]:
-    """Dask's threads in a pool that has ended afterwards: where something is raised, Dask leaves the tasks that run then to themselves."""
+    """Dask's threads in a pool that has ended afterwards: where something is raised, Dask leaves the tasks that run then to themselves.
+
+    Those stop at their next batch of rows, so that an interrupt need not wait for whole parts.
+    """
     import dask.threaded
     from dask.system import CPU_COUNT
 
@@ -82,7 +94,8 @@ def _awaited(get: Any) -> Iterator[Any]:
         return
     pool = _Pool(dask.config.get("num_workers", None) or CPU_COUNT)
     try:
-        yield functools.partial(get, pool=pool)
+        with _wanted.waited_for():
+            yield functools.partial(get, pool=pool)
     finally:
         pool.shutdown(cancel_futures=True)
 

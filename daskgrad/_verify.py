@@ -22,7 +22,12 @@ def sample(job: Job, rows: int | None, seed: int) -> list[int]:
         PlanError: they are another result.
     """
     folder = job.folder
-    there = {part.number: part for name, part in folder.parts().items() if name == job.name(part.number)}
+    parts, damaged = folder.parts()
+    if damaged:
+        raise StoreError(
+            f"{len(damaged)} of {job.parts} parts in {folder.path} cannot be read: {listing(damaged, 10)}. to_parquet makes them."
+        )
+    there = {part.number: part for name, part in parts.items() if name == job.name(part.number)}
     missing = sorted(set(range(job.parts)) - there.keys())
     if missing:
         raise StoreError(f"{len(missing)} of {job.parts} parts are not in {folder.path}: {listing(missing, 10)}. to_parquet makes them.")

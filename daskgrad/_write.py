@@ -271,7 +271,11 @@ def difference(made: pa.Table, path: Path, compression: str, tolerance: float) -
     """
     written = io.BytesIO()
     pq.write_table(made, written, compression=compression)  # through the same way, so that nothing else can differ
-    anew, there = pq.read_table(written), pq.read_table(path, partitioning=None)
+    anew = pq.read_table(written)
+    try:
+        there = pq.read_table(path, partitioning=None)
+    except (pa.ArrowException, OSError) as error:
+        return f"it cannot be read: {error}"
     if anew.schema != there.schema or len(anew) != len(there):
         return f"it has {len(there)} rows of {there.schema.names}, now there are {len(anew)} of {anew.schema.names}"
     for name in anew.column_names:
@@ -303,7 +307,14 @@ def sync_folder(folder: Path) -> None:
 
 
 def footer(path: Path) -> tuple[dict[str, Any] | None, pa.Schema, int]:
-    """(what made this file, its schema, its rows); None for a file that is not daskgrad's."""
+    """(what made this file, its schema, its rows); None for a file that is not daskgrad's.
+
+    Raises:
+        pa.ArrowInvalid, OSError: it is no Parquet file, or a damaged one.
+    """
+    with path.open("rb") as start:
+        if start.read(4) != b"PAR1":
+            raise pa.ArrowInvalid(f"{path} does not begin as a Parquet file")
     with pq.ParquetFile(path) as file:
         schema, rows = file.schema_arrow, file.metadata.num_rows
     told = (schema.metadata or {}).get(FOOTER)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import daskgrad as dg
-from daskgrad import _device, _kernel
+from daskgrad import _device, _generators, _kernel
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: device='cuda' is not tested")
 FRAME = pd.DataFrame({"x": np.linspace(0.1, 2.0, 5000), "y": np.linspace(1.0, 3.0, 5000), "kind": ["a", "b"] * 2500})
@@ -84,12 +84,12 @@ def test_a_gpus_generator_is_looked_at_and_put_back(monkeypatch: pytest.MonkeyPa
     states: dict[torch.device, torch.Generator] = {there: gpu}
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[device].get_state())
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states[device].set_state(state))
-    before = _device.random_state(there)
+    before = _generators.random_state(there)
     first = torch.rand(2, generator=gpu)  # the CPU's own generator stays where it was
-    assert not torch.equal(before, _device.random_state(there))
+    assert not torch.equal(before, _generators.random_state(there))
     torch.rand(3)
-    _device.set_random_state(before, there)
-    assert torch.equal(before, _device.random_state(there))
+    _generators.set_random_state(before, there)
+    assert torch.equal(before, _generators.random_state(there))
     assert torch.equal(first, torch.rand(2, generator=gpu))
 
 

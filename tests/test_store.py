@@ -448,6 +448,49 @@ def one_fails_while_one_runs(part: pd.DataFrame) -> pd.DataFrame:
     return part
 
 
+def cut_short(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def begun_otherwise(data: bytes) -> bytes:
+    return b"x" * 7 + data[7:]
+
+
+def emptied(data: bytes) -> bytes:
+    return b""
+
+
+@pytest.mark.parametrize("damage", [cut_short, begun_otherwise, emptied])
+def test_a_damaged_part_is_made_again(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    dg.to_parquet(slopes(table()), tmp_path / "out")
+    before = contents(tmp_path / "out")
+    file = tmp_path / "out/part-000002.parquet"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(dg.StoreError, match=r"1 of 5 parts in .* cannot be read: 'part-000002.parquet'. to_parquet makes them"):
+        dg.verify(tmp_path / "out")
+    again = dg.to_parquet(slopes(table()), tmp_path / "out")
+    assert (again.written, again.kept) == (1, 4)
+    assert contents(tmp_path / "out") == before
+
+
+def test_verify_names_a_part_whose_data_is_damaged(tmp_path: Path) -> None:
+    dg.to_parquet(slopes(table()), tmp_path / "out")
+    file = tmp_path / "out/part-000002.parquet"
+    data = bytearray(file.read_bytes())
+    data[4:60] = b"x" * 56
+    file.write_bytes(data)
+    with pytest.raises(dg.StoreError, match=r"part 2 of .* is not what is made from its inputs now: it cannot be read"):
+        dg.verify(tmp_path / "out", rows=None)
+
+
+def test_an_unreadable_file_in_another_folder_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/part-000000.parquet").write_text("not ours")
+    with pytest.raises(dg.PlanError, match="that daskgrad has not written"):
+        dg.to_parquet(slopes(table()), tmp_path / "out")
+    assert (tmp_path / "out/part-000000.parquet").read_text() == "not ours"
+
+
 def test_no_part_is_under_way_once_it_has_raised(tmp_path: Path) -> None:
     frame = dd.from_pandas(table(), npartitions=2).map_partitions(one_fails_while_one_runs, meta=table()[:0])
     with dask.config.set(num_workers=2), pytest.raises(ValueError, match="the first"):
@@ -662,6 +705,12 @@ def test_verify_compares_as_many_rows_as_asked(tmp_path: Path) -> None:
     assert dg.verify(tmp_path / "out", rows=5, seed=4).checked != verified.checked
     assert dg.verify(tmp_path / "out", rows=None).checked == (0, 1, 2, 3, 4)
     assert state(tmp_path / "out") == before
+
+
+def test_verify_needs_no_scheduler(tmp_path: Path) -> None:
+    dg.to_parquet(slopes(table()), tmp_path / "out")
+    with dask.config.set(scheduler=None):
+        assert dg.verify(tmp_path / "out", rows=None).checked == (0, 1, 2, 3, 4)
 
 
 def test_verify_finds_one_wrong_number(tmp_path: Path) -> None:

@@ -295,7 +295,7 @@ def _numbers(line: Line, seconds: float) -> list[str]:
     if line.all is not None and line.all != 1:
         words.append(f"{line.parts:,} of {line.all:,} partitions")
     elif line.all is None:
-        words.append(f"{line.parts:,} partitions")
+        words.append(f"{line.parts:,} partition{'' if line.parts == 1 else 's'}")
     if line.failed:
         words.append(f"{line.failed} failed")
     return words

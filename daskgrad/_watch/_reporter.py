@@ -24,6 +24,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from daskgrad._wanted import Unwanted
+
 if TYPE_CHECKING:
     from ._notes import Notes
 
@@ -69,7 +71,9 @@ class Reporter:
         return self._notes
 
     def failed(self, error: BaseException) -> None:
-        """The part has ended with `error`."""
+        """The part has ended with `error`. One that nobody waited for any more has not failed: it stays as it was."""
+        if isinstance(error, Unwanted | KeyboardInterrupt):
+            return
         self.state = "failed"
         if self._notes is not None and self._notes.quiet:
             self._notes.broke(error)
