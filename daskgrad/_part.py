@@ -76,16 +76,27 @@ def _solve(plan: Plan, table: Table, group: Group, device: torch.device, result:
         job.native = _compiled.engine(plan, kinds, job.wish.derivatives, result.checkpoint, views, alone=alone)
     job.report.dtype = cast.floating.name
     result.reports.append(job.report)
-    if plan.options.engine in ("auto", "compiled") and plan.captured.draws:
-        job.options = replace(plan.options, engine="loop")
-        if len(group.rows) > _kernel.STOP_BISECTING:
-            result.slower("rows go one by one, since the function can draw random numbers of Python or NumPy, which a batch would share")
+    if plan.captured.draws:
+        _draw_row_by_row(plan, job, result)
     with neutral(cast.default, device, exclusive=random):
         if random:
             _generators.begin(job.seed)
         _kernel.solve(job, result)
         if plan.options.detect_anomaly:
             _name_anomalies(job, result)
+
+
+def _draw_row_by_row(plan: Plan, job: _kernel.Job, result: Result) -> None:
+    """The loop for draws of Python or NumPy, where the engine is not asked for by name."""
+    if plan.options.engine in ("auto", "compiled"):
+        job.options = replace(plan.options, engine="loop")
+        if len(job.rows) > _kernel.STOP_BISECTING:
+            result.slower("rows go one by one, since the function can draw random numbers of Python or NumPy, which a batch would share")
+    elif plan.options.engine == "vmap" and plan.options.randomness == "different":
+        raise PlanError(
+            'engine="vmap" cannot draw for each row from the random generators of Python or NumPy, whose draws a batch shares: '
+            'engine="auto" or "loop" can, and torch\'s own draws are batched'
+        )
 
 
 def _name_anomalies(job: _kernel.Job, result: Result) -> None:

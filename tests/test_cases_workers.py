@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from pathlib import Path
 from typing import IO, Any
@@ -285,6 +286,29 @@ def test_case_a11_also_on_a_cluster(client: Any) -> None:
 def test_randomness_same_is_one_draw_for_all(engine: str) -> None:
     got = list(dg.grad_column(pd.DataFrame({"x": np.ones(6)}), noisy, randomness="same", seed=3, engine=engine))
     assert len(set(got)) == 1
+
+
+def noisy_otherwise(x: torch.Tensor) -> torch.Tensor:
+    return x * random.random() * np.random.rand() * torch.rand(())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_draws_of_python_and_numpy_follow_the_same_options(engine: str) -> None:
+    """One draw for all, or one for each row, repeatable by the seed; and the caller's generators stand where they stood."""
+    frame = pd.DataFrame({"x": np.ones(40)})
+    with slower_is_fine():
+        stood = random.getstate(), np.random.get_state()[1].tolist()
+        same, again = (list(dg.grad_column(frame, noisy_otherwise, randomness="same", seed=3, engine=engine)) for _ in range(2))
+        assert same == again
+        assert len(set(same)) == 1
+        if engine == "vmap":
+            with pytest.raises(dg.PlanError, match='engine="auto" or "loop" can'):
+                dg.grad_column(frame, noisy_otherwise, randomness="different", engine=engine)
+        else:
+            each, anew = (list(dg.grad_column(frame, noisy_otherwise, randomness="different", seed=3, engine=engine)) for _ in range(2))
+            assert each == anew
+            assert len(set(each)) == 40
+        assert stood == (random.getstate(), np.random.get_state()[1].tolist())
 
 
 # --- the row error survives every scheduler -------------------------------------
