@@ -119,9 +119,19 @@ def mapping(where: str, given: Any) -> dict[str, Any]:
     return dict(given)
 
 
+_NO_NUMBER: dict[str, Callable[[Any], bool]] = {
+    "a coroutine (async def)": inspect.iscoroutinefunction,
+    "a generator (it holds a yield)": inspect.isgeneratorfunction,
+    "an asynchronous generator": inspect.isasyncgenfunction,
+}
+
+
 def check_names(fn: Callable[..., Any], signature: Signature, inputs: dict[str, Any], shared: dict[str, Any]) -> None:
     """Refuse names that are no argument of `fn`, or one that is fed twice."""
     call = function_name(fn)
+    for what, is_one in _NO_NUMBER.items():
+        if is_one(fn):
+            raise PlanError(f"{call} is {what}, and its call returns no number: write a plain function, def {call}(...), with a return")
     if not signature.names:
         raise PlanError(f"{call} takes no named argument, so no column can feed it: write it as a function of one row")
     for where, given in (("inputs", inputs), ("shared", shared)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -89,6 +90,7 @@ _CALL = [
     click.option("--only", is_flag=True, help="Write the derivatives alone."),
     click.option("--column", "dtypes", multiple=True, metavar="COLUMN=DTYPE", help="What a CSV column holds: n=float64."),
     click.option("--separator", help="Of a CSV file. [default: a comma]"),
+    click.option("--missing", "gaps", multiple=True, metavar="TEXT", help="What stands for a missing value in CSV. [also: NA, null, …]"),
     click.option("--engine", type=click.Choice(_options.CHOICES["engine"]), default="auto", show_default=True),
     click.option("--on-error", type=click.Choice(_options.CHOICES["on_error"]), default="raise", show_default=True,
                  help="null: a row that fails is missing in the result, and the others go on."),
@@ -152,22 +154,37 @@ def _reported(command: Callable[..., None]) -> Callable[..., None]:
             except (KeyboardInterrupt, Exception) as error:
                 if debug:
                     raise
-                click.echo(_sentence(error), err=True)
+                click.echo(_interrupted(arguments) if isinstance(error, KeyboardInterrupt) else _sentence(error, arguments), err=True)
                 raise SystemExit(_status(error)) from None
 
     return run
 
 
-def _sentence(error: BaseException) -> str:
-    from ._errors import DaskgradError
-    from ._input import misled
+def _interrupted(arguments: dict[str, Any]) -> str:
+    kept = "" if arguments["out"] is None else " The parts that are written stay: the same call with --resume goes on."
+    return f"Interrupted.{kept}"
 
-    if isinstance(error, KeyboardInterrupt):
-        return "Interrupted."
-    remedy = misled(error)
-    text = _one_line(remedy or str(error))
-    ours = isinstance(error, DaskgradError) or remedy is not None
-    return f"Error: {text}" if ours else f"Error: {type(error).__name__}: {text} (--debug shows where)"
+
+def _sentence(error: BaseException, arguments: dict[str, Any]) -> str:
+    from ._errors import DaskgradError
+    from ._input import files
+    from ._unreadable import remedy
+
+    if isinstance(error, DaskgradError):
+        return f"Error: {_in_options(_one_line(str(error)))}"
+    found = remedy(error, lambda: files(arguments["source"]), arguments["separator"])
+    if found is not None:
+        return f"Error: {_one_line(found)}"
+    return f"Error: {type(error).__name__}: {_one_line(str(error))} (--debug shows where)"
+
+
+def _in_options(text: str) -> str:
+    """What a message says for Python, as it is written here."""
+    text = text.replace("inputs={argument: ['f0', 'f1']}", "--input ARGUMENT=f0,f1")
+    text = re.sub(r"inputs=\{'(\w+)': column\}", r"--input \1=COLUMN", text)
+    text = re.sub(r"shared=\{'(\w+)': (?:value|model)\}", r"--shared \1=VALUE", text)
+    text = re.sub(r"\b(on_error|engine|randomness|dtype|device)=(['\"])([\w:]+)\2", lambda m: f"--{m[1].replace('_', '-')} {m[3]}", text)
+    return text.replace("allow_unused=True", "--allow-unused")
 
 
 def _status(error: BaseException) -> int:
@@ -185,7 +202,7 @@ def _one_line(text: str) -> str:
 def _request(source: str, function: str, *, keep: tuple[str, ...], only: bool, **rest: Any) -> Request:
     from ._command import Request
 
-    text = {name: rest.pop(name) for name in ("wrt", "named", "inputs", "shared", "where", "dtypes", "separator")}
+    text = {name: rest.pop(name) for name in ("wrt", "named", "inputs", "shared", "where", "dtypes", "separator", "gaps")}
     options = {name: value for name, value in rest.items() if value is not None}
     return Request(source, function, keep=keep if keep or only else None, options=options, **text)
 
@@ -244,6 +261,8 @@ def grad(out: Path | None, resume: bool, overwrite: bool, quiet: bool, scheduler
         if not quiet:
             for line in _command.summary(files, made, out, time.perf_counter() - started):
                 click.echo(line)
+            if call["on_error"] == "null" and "problem" not in "".join(call["named"]):
+                click.echo("Rows that failed are missing, too: --derivative problem=problem says which, and why.", err=True)
         _command.finish(out)
 
 

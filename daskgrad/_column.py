@@ -179,9 +179,14 @@ def _check_hashable(wish: Any, wrt: Any) -> None:
         hash(wish)
     except TypeError:
         raise PlanError(
-            f"wrt={wrt!r} is not possible, for a {type(wish).__name__} names no argument: wrt='x' gives a Series, "
-            "wrt=['x', 'y'] a DataFrame"
+            f"wrt={_in_short(wrt)} is not possible, for a {type(wish).__name__} names no argument: wrt='x' gives a Series, wrt=['x', 'y'] "
+            "a DataFrame"
         ) from None
+
+
+def _in_short(wrt: Any) -> str:
+    text = " ".join(repr(wrt).split())
+    return text if len(text) <= 40 else text[:40] + "…"
 
 
 def apply(data: Any, plan: Plan) -> Any:
@@ -212,6 +217,8 @@ def _source(data: Any) -> Source:
         return Source("series", empty.iloc[:0], [empty.name], dask=kind is not None)
     if isinstance(empty, pd.DataFrame):
         return Source("frame", empty.iloc[:0], list(empty.columns), dask=kind is not None)
+    if callable(data):
+        raise PlanError("the data comes first and then the row function, as in grad_column(data, fn); here data is a function")
     raise PlanError(
         f"data is a {type(data).__module__}.{type(data).__qualname__}. Possible: a pandas DataFrame or Series, a Dask DataFrame, "
         "Series or Bag."

@@ -41,6 +41,7 @@ class Request:
         keep: the columns of the source to write as well; None: all.
         dtypes: `column=dtype` of CSV columns.
         separator: of CSV.
+        gaps: texts that stand for a missing value in CSV.
         options: as of `grad_column`.
     """
 
@@ -54,6 +55,7 @@ class Request:
     keep: Sequence[str] | None = None
     dtypes: Sequence[str] = ()
     separator: str | None = None
+    gaps: Sequence[str] = ()
     options: Mapping[str, Any] | None = None
 
 
@@ -76,9 +78,9 @@ def call_of(request: Request) -> Call:
     """
     fn = _imported.named(request.function)
     if not callable(fn):
-        raise PlanError(f"{request.function} is a {type(fn).__name__}, not a function")
+        raise PlanError(f"{request.function} is no function: it is {fn!r:.60}, of type {type(fn).__name__}")
     dtypes = dict(_pair(text, "--column") for text in request.dtypes)
-    data = _input.table(request.source, request.where, dtypes=dtypes, separator=request.separator)
+    data = _input.table(request.source, request.where, dtypes=dtypes, separator=request.separator, gaps=request.gaps)
     arguments = {
         "inputs": dict(_input_of(text, list(data.columns)) for text in request.inputs) or None,
         "shared": {name: _shared(value) for name, value in (_pair(text, "--shared") for text in request.shared)} or None,
@@ -182,6 +184,8 @@ def write(frame: Any, source: str, out: Path, *, resume: bool = False, overwrite
         PlanError: `out` is there already, is what is read, or cannot hold what is to be written.
         RowError, GraphError: a row failed.
     """
+    if str(out) == "-":
+        raise PlanError("--out -: results go to a file and not into a pipe. Name a .csv file, or a .parquet folder.")
     as_csv = _is_csv(out, frame)
     folder = _folder(out)
     _spare(source, {out, folder})

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ast
 import glob
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,21 @@ import pandas as pd
 
 from ._errors import PlanError
 from ._names import listing, nearest
+from ._unreadable import why
 
 KINDS = {".parquet": "parquet", ".pq": "parquet", ".csv": "csv", ".tsv": "csv"}
 COMPRESSED = (".gz", ".bz2", ".xz", ".zip")
 SAMPLE = 16 * 2**20  # bytes of a CSV file that decide about dtypes; Dask's own 256 kB are soon misled
 
 
-def table(source: str, where: str | None = None, *, dtypes: Mapping[str, str] | None = None, separator: str | None = None) -> Any:
+def table(
+    source: str,
+    where: str | None = None,
+    *,
+    dtypes: Mapping[str, str] | None = None,
+    separator: str | None = None,
+    gaps: Sequence[str] = (),
+) -> Any:
     """The Dask DataFrame of `source`: a file, a folder of files, or a glob; Parquet or CSV, as the names end.
 
     Args:
@@ -28,16 +35,17 @@ def table(source: str, where: str | None = None, *, dtypes: Mapping[str, str] | 
             is not read.
         dtypes: of CSV columns, where the beginning of the file misleads.
         separator: of a CSV file; None: a comma, or a tab in .tsv.
+        gaps: texts that stand for a missing value in CSV, beside those that pandas knows.
 
     Raises:
         PlanError: no file, no kind that can be read, or a condition that makes no sense.
     """
     kind, paths = _found(source)
     if kind == "csv":
-        frame = _csv(paths, dtypes or {}, separator)
+        frame = _csv(paths, dtypes or {}, separator, gaps)
         return frame if where is None else _filtered(frame, where)
-    if dtypes or separator:
-        raise PlanError("--column and --separator are for CSV: a Parquet file says itself what its columns are")
+    if dtypes or separator or gaps:
+        raise PlanError("--column, --separator and --missing are for CSV: a Parquet file says itself what its columns are")
     frame = _parquet(paths)
     if where is None:
         return frame
@@ -102,31 +110,45 @@ def _nothing_there(path: Path, source: str) -> str:
 
 def _parquet(paths: Any, **options: Any) -> Any:
     import dask.dataframe as dd
+    import pyarrow as pa
 
-    return dd.read_parquet(paths, **options)
+    try:
+        return dd.read_parquet(paths, **options)
+    except (pa.ArrowException, OSError) as error:
+        raise PlanError(f"{_together(paths)} cannot be read as Parquet: {why(error)}") from error
 
 
-def _csv(paths: list[str], dtypes: Mapping[str, str], separator: str | None) -> Any:
+def _csv(paths: list[str], dtypes: Mapping[str, str], separator: str | None, gaps: Sequence[str]) -> Any:
     """Gaps are missing values and text is text: Arrow's dtypes, not float NaN."""
     import dask.dataframe as dd
 
-    first = str(paths[0] if isinstance(paths, list) else paths).lower()
-    options: dict[str, Any] = {"blocksize": None} if first.endswith(COMPRESSED) else {"sample": SAMPLE}
-    options["sep"] = separator or ("\t" if _ends(Path(first)) == ".tsv" else ",")
+    first = str(paths[0] if isinstance(paths, list) else paths)
+    options: dict[str, Any] = {"sep": separator or ("\t" if _ends(Path(first)) == ".tsv" else ","), "na_values": list(gaps)}
+    whole = {"blocksize": None} if first.lower().endswith(COMPRESSED) else {"sample": SAMPLE}
     try:
-        return dd.read_csv(paths, dtype_backend="pyarrow", dtype=dict(dtypes) or None, **options)
-    except (ValueError, TypeError) as error:
-        raise PlanError(f"{first} cannot be read as CSV: {error}") from error
+        frame = dd.read_csv(paths, dtype_backend="pyarrow", dtype=dict(dtypes) or None, **options, **whole)
+        begins = pd.read_csv(first, nrows=1, **options)
+    except (ValueError, TypeError, OSError) as error:
+        raise PlanError(f"{first} cannot be read as CSV: {_shorter(why(error))}") from error
+    for column in dtypes:
+        if column not in frame.columns:
+            columns = list(frame.columns)
+            raise PlanError(f"--column {column}=…: there is no such column. The columns: {listing(columns)}.{nearest(column, columns)}")
+    untold = [column for column in frame.columns if column not in dtypes]
+    if begins.empty and untold:
+        raise PlanError(
+            f"{first} has a header and no rows, so nothing tells what its columns hold: --column NAME=DTYPE, for each of them, does"
+        )
+    return frame
 
 
-def misled(error: BaseException) -> str | None:
-    """What to do about a CSV column that goes on otherwise than it began; None where `error` says something else."""
-    found = re.search(r"Mismatched dtypes found.*?dtype=(\{.*?\})", str(error), re.DOTALL)
-    if found is None:
-        return None
-    columns = ast.literal_eval(found[1])
-    options = " ".join(f"--column '{column}={dtype}'" for column, dtype in columns.items())
-    return f"CSV columns go on otherwise than they begin: {listing(columns)}. Say what they hold: {options}"
+def _shorter(text: str) -> str:
+    """Without advice that is for those who call the reader themselves."""
+    return text.partition(" Pass argument")[0].partition(". If your data has")[0]
+
+
+def _together(paths: Any) -> str:
+    return str(paths[0] if isinstance(paths, list) and len(paths) == 1 else paths)
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------

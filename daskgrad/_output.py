@@ -79,8 +79,7 @@ def _value(result: Any, wish: Wish, device: torch.device) -> Tensor:
     if isinstance(result, bool | int | float | np.bool_ | np.integer | np.floating):
         return torch.tensor(float(result), device=device)
     if not isinstance(result, Tensor):
-        shown = "None (is there a return?)" if result is None else f"a {type(result).__name__}"
-        raise TypeError(f"the row function returned {shown}: return one number, a tensor of shape ()")
+        raise TypeError(f"the row function returned {_shown(result)}: return one number, a tensor of shape ()")
     if result.is_complex():
         raise TypeError("the row function returned a complex number: a gradient needs a real one, such as abs() or .real")
     if result.shape == (1,) or (result.numel() == 1 and not wish.vectors):
@@ -93,9 +92,18 @@ def _value(result: Any, wish: Wish, device: torch.device) -> Tensor:
     if result.dim() and not wish.vectors:
         raise TypeError(
             f"the row function returned a tensor of shape {tuple(result.shape)}, and a gradient needs one number: reduce it, as by "
-            "sum(). Its Jacobian is what dg.derivatives(data, fn, {'jacobian': 'x'}) gives."
+            f"sum(). Its Jacobian is what dg.derivatives(data, fn, {{'jacobian': {next(iter(wish.named), 'x')!r}}}) gives."
         )
     return result
+
+
+def _shown(result: Any) -> str:
+    if result is None:
+        return "None (is there a return?)"
+    if isinstance(result, tuple | list):
+        kind = f"a {type(result).__name__} of {len(result)}"
+        return f"{kind} (torch.stack makes a vector; further numbers go by name, return value, {{'name': further}}, for dg.aux)"
+    return f"a {type(result).__name__}"
 
 
 def _extra(value: Any, device: torch.device) -> Tensor:
@@ -154,7 +162,7 @@ def _unreached(wish: Wish, value: Tensor) -> str:
             "torch.where(x > y, a, b) of numbers that depend on x; allow_unused=True gives zeros."
         )
     asked = ", ".join(map(str, [*wish.named, *wish.shared]))
-    why = "a comparison, a branch, or one side of max()?"
+    why = "a comparison, a branch, one side of max(), or something under torch.no_grad() or with detach()?"
     if wish.targets:
         why = "is another module used than the argument, or this one under no_grad or with detach()?"
     return (

@@ -38,10 +38,8 @@ DEFAULT = _Mark("DEFAULT")
 def frame_of(plan: Plan, records: list[Any]) -> pd.DataFrame:
     """`records` as a frame. Of mappings keys count, of tuples positions; anything else is the value itself."""
     if plan.form == "row":
-        keys = dict.fromkeys(key for record in records if isinstance(record, Mapping) for key in record)
-        columns: dict[Hashable, list[Any]] = {
-            key: [_of_key(record, key) for record in records] for key in [*keys, *(n for n in plan.named if n not in keys)]
-        }
+        keys = dict.fromkeys([*(key for record in records for key in _keys(record)), *plan.named])
+        columns: dict[Hashable, list[Any]] = {key: [_of_whole(record, key) for record in records] for key in keys}
     else:
         columns = {}
         for argument in plan.inputs:
@@ -85,6 +83,17 @@ def _of_label(record: Any, label: Hashable, stacked: bool) -> Any:
     if isinstance(label, int) and not isinstance(label, bool):
         return record[label] if -len(record) <= label < len(record) else ABSENT
     return getattr(record, str(label)) if label in getattr(record, "_fields", ()) else ABSENT
+
+
+def _keys(record: Any) -> Iterable[Hashable]:
+    """What a whole row can be asked for: keys, fields of a namedtuple, places of another tuple."""
+    if isinstance(record, Mapping):
+        return record
+    return getattr(record, "_fields", range(len(record))) if isinstance(record, tuple) else ()
+
+
+def _of_whole(record: Any, key: Hashable) -> Any:
+    return _of_label(record, key, stacked=True) if isinstance(record, tuple) else _of_key(record, key)
 
 
 def _of_key(record: Any, key: Hashable) -> Any:

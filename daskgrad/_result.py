@@ -204,8 +204,8 @@ class Result:
             message = (
                 f"{call} failed in {where}: {type(cause).__name__}: {said(cause)}{at_line(cause)}\n"
                 f"{dtype_hint(self.plan, self.part, cause)}{arrays_hint(self.plan, cause)}{_row_hint(cause)}"
-                f"{_gap_hint(values)}{_others_hint(row)}"
-            )
+                f"{_tensor_hint(cause)}{_slope_hint(cause)}{_gap_hint(values)}{_others_hint(row)}"
+            ).rstrip()
         kind = GraphError if cut else RowError
         error = kind(message, label=label, partition=self.partition, values=values)
         error.__cause__ = cause.__cause__ if cut else cause
@@ -307,7 +307,7 @@ def arrays_hint(plan: Plan, cause: BaseException) -> str:
         return ""
     arrays = [(name, value) for name, value in reachable(plan) if isinstance(value, np.ndarray)]
     if not arrays:
-        return ""
+        return "torch's operators take no NumPy arrays, nor NumPy's functions tensors: torch.as_tensor(array) makes a tensor of one.\n"
     name = arrays[0][0]
     as_tensor = f"shared={{{name!r}: torch.from_numpy({name})}}" if name in plan.shared else f"{name} = torch.from_numpy({name})"
     return f"{name!r} is a NumPy array, and torch's operators do not take it: {as_tensor} makes it a tensor.\n"
@@ -319,6 +319,35 @@ def _row_hint(cause: BaseException) -> str:
     return (
         "The function gets the whole row, which is no tensor: read columns from it (row.x, row['x']), or name the columns that make one "
         "tensor, inputs={argument: ['f0', 'f1']}.\n"
+    )
+
+
+_OF_BATCHES = re.compile(
+    r"input \(got \dD|shapes cannot be multiplied|size mismatch, got input|too many indices for tensor|Dimension out of range"
+    r"|tuple index out of range|a 0-d(im)? tensor"
+)
+
+
+def _slope_hint(cause: BaseException) -> str:
+    """Where torch knows no derivative of an operation, which it finds out on the way back, at no line of the user's."""
+    found = re.search(r"derivative for aten::(\w+) is not implemented", said(cause))
+    if found is None:
+        return ""
+    rounded = " (x // y is torch.floor(x / y))" if found[1] == "floor_divide" else ""
+    return f"torch has no derivative of {found[1]}: write it of operations that have one{rounded}.\n"
+
+
+def _tensor_hint(cause: BaseException) -> str:
+    """Where something written for batches, for vectors or for plain numbers met the tensors of one row."""
+    if isinstance(cause, KeyError) and cause.args and hasattr(cause.args[0], "requires_grad"):
+        return "A dict or a set finds a tensor by identity, and never by its value: write int(n) or float(x) for a key.\n"
+    if "zero-dimensional tensor" in said(cause) and "concatenated" in said(cause):
+        return "A column of numbers gives the function one number, a tensor of shape (): torch.stack([x, y]) makes a vector of several.\n"
+    if not isinstance(cause, RuntimeError | ValueError | IndexError | TypeError) or not _OF_BATCHES.search(said(cause)):
+        return ""
+    return (
+        "The function gets one row and no batch: a number is a tensor of shape (), a vector's first element is x[0], and a model that "
+        "expects batches takes model(x[None])[0].\n"
     )
 
 

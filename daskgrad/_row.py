@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
@@ -74,7 +75,9 @@ class RowView:
         self.__mode.named.update(ordered)
 
     def __unknown(self, label: Hashable) -> str:
-        return f"the row has no column {label!r}. Its columns: {listing(self.__known)}.{nearest(label, self.__known)}"
+        said = f"the row has no column {label!r}. Its columns: {listing(self.__known)}.{nearest(label, self.__known)}"
+        methods = isinstance(label, str) and hasattr(pd.Series, label)
+        return f"{said} It is no Series and has no methods: row['x'] and row.x are its columns." if methods else said
 
     def __load(self, label: Hashable, *, read: bool = True) -> Any:
         cells = self.__table.argument(Input(label, (label,)))
@@ -87,7 +90,7 @@ class RowView:
         kind = cells.kind(0 if codes is None else int(self.__same(codes)))
         if isinstance(kind, StaticKind):
             if kind.value is ABSENT:
-                raise KeyError(self.__unknown(label))
+                raise KeyError(f"this record has no {label!r}")
             if label in self.__named:
                 raise PlanError(f"the derivative by {label!r} is asked for, but it holds {shown(kind.value)}, which is no number")
             return kind.value

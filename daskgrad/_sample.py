@@ -27,4 +27,5 @@ def few_rows(data: Any, rows: int) -> tuple[pd.DataFrame | pd.Series | list[Any]
     share = -(-rows // len(parts))
     heads = [data.partitions[part].head(share, npartitions=1) for part in parts]
     found = pd.concat([head for head in heads if len(head)] or heads[:1])
-    return found, f"the first rows of partitions {', '.join(map(str, parts))} were computed, {len(found)} in all"
+    which = f"partition{'' if len(parts) == 1 else 's'} {', '.join(map(str, parts))}"
+    return found, f"the first rows of {which} were computed, {len(found)} in all"

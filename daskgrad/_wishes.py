@@ -38,11 +38,9 @@ def check_differentiable(
                 f"inputs={{{name!r}: column}} says which column does; shared={{{name!r}: torch.tensor(...)}} makes it a tensor that every "
                 "row shares, by which can be differentiated."
             )
-        fed = [argument.name for argument in by_name.values() if name in argument.columns]
-        hint = f" The column {name!r} feeds the argument {fed[0]!r}: ask for that." if fed else nearest(name, [*by_name, *shared])
         raise PlanError(
             f"the derivative by {name!r} is asked for, but no column feeds an argument of that name in {function_name(fn)}. "
-            f"Possible: {listing([*by_name, *shared])}.{hint}"
+            f"Possible: {listing([*by_name, *shared])}.{_asked_hint(name, by_name, shared)}"
         )
     for column in by_name[name].columns:
         dtype = dtype_of(source, column)
@@ -52,6 +50,16 @@ def check_differentiable(
                 f"the derivative by {name!r} is asked for, but the column {column!r} ({dtype}) cannot be differentiated: {reason}."
                 f"{_text_hint(source, column)}"
             )
+
+
+def _asked_hint(name: Hashable, by_name: dict[Hashable, Input], shared: dict[str, Any]) -> str:
+    if isinstance(name, tuple) and name and all(part in by_name or part in shared for part in name):
+        return (
+            f" wrt={list(name)!r}, a list, gives a column for each; dg.derivatives(data, fn, {{'mixed': {name!r}}}) the mixed "
+            "derivative by all of them."
+        )
+    fed = [argument.name for argument in by_name.values() if name in argument.columns]
+    return f" The column {name!r} feeds the argument {fed[0]!r}: ask for that." if fed else nearest(name, [*by_name, *shared])
 
 
 def _text_hint(source: Source, column: Hashable) -> str:

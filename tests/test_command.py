@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -327,7 +328,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["book.csv", "model.py"], "names no function"),
     (["book.csv", "modle.py:power"], "Did you mean 'model.py'?"),
     (["book.csv", "model.py:powr"], "Did you mean 'power'?"),
-    (["book.csv", "model.py:number"], "not a function"),
+    (["book.csv", "model.py:number"], "is no function: it is"),
     (["book.csv", "nowhere.at.all:f"], "cannot be imported"),
     (["book.csv", "broken.py:f"], "broken.py cannot be loaded, line 3: NameError"),
     (["book.csv", "unfinished.py:f"], "SyntaxError"),
@@ -459,6 +460,24 @@ def test_a_whole_process_prints_one_line_and_its_status(folder: Path) -> None:
     assert ended.stdout == ""
     assert ended.stderr.splitlines()[-1].startswith("Error: strict(x=")
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.slow
+def test_an_interrupt_need_not_wait_for_a_part(folder: Path) -> None:
+    """The one part would take five minutes. Nothing is suspected afterwards: a mark would send it to a process of its own."""
+    pd.DataFrame({"x": np.arange(30_000.0)}).to_csv("long.csv", index=False)
+    Path("model_slow.py").write_text("import time\n\ndef slow(x):\n    time.sleep(0.01)\n    return x**2\n")
+    code = "if __name__ == '__main__': from daskgrad._cli import main; main()"
+    call = [sys.executable, "-c", code, "grad", "long.csv", "model_slow.py:slow", "--engine", "loop", "--out", "o.csv"]
+    with subprocess.Popen(call, stderr=subprocess.PIPE, text=True, cwd=folder) as process:
+        assert process.stderr is not None
+        assert "rows/s" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        said = process.stderr.read()
+    assert said.splitlines()[-1] == "Interrupted. The parts that are written stay: the same call with --resume goes on."
+    assert "failed" not in said
+    assert not list(Path("o.csv.parts.daskgrad").glob("*.running"))
 
 
 # --- where it runs
