@@ -22,13 +22,18 @@ def check(plan: Plan) -> None:
     """Refuse what no engine can do right, before any of them runs.
 
     Raises:
-        PlanError: a batch norm in train mode: one row has no batch statistics.
+        PlanError: a batch norm in train mode: one row has no batch statistics. A collection of Dask's, which is not computed.
         GraphError: a shared tensor carries a graph, which belongs to whoever built it.
     """
     torch = torch_if_imported()
     if torch is None:
         return
     for name, value in reachable(plan):
+        if hasattr(type(value), "__dask_graph__"):
+            raise PlanError(
+                f"{name!r}, which the row function uses, is a lazy {type(value).__name__} of Dask, and no row can wait for all the others: "
+                f"compute it first, as in {name}.sum().compute()"
+            )
         if isinstance(value, torch.Tensor) and value.grad_fn is not None:
             what = "the shared argument" if name in plan.shared else "what the row function captures,"
             raise GraphError(

@@ -78,10 +78,23 @@ class _Files(click.ParamType):  # type: ignore[type-arg]
         return [CompletionItem(incomplete, type="file")]
 
 
+class _Command(click.Command):
+    """A command that knows what a shell makes of a glob."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            if "unexpected extra argument" in error.message and sum(Path(text).exists() for text in given) > 1:
+                ctx.fail(f"{error.message} A glob goes in quotes, 'data/*.csv', or the shell makes many arguments of it.")
+            raise
+
+
 _CALL = [
     click.argument("source", metavar="IN", type=_Files()),
     click.argument("function", metavar="FUNCTION", type=_Files()),
-    click.option("--wrt", multiple=True, metavar="ARG", help="Differentiate by this argument: column d_ARG. [default: the first]"),
+    click.option("--wrt", multiple=True, metavar="ARG", help="Differentiate by this argument: column d_COLUMN. [default: the first]"),
     click.option("--derivative", "named", multiple=True, metavar="NAME=SPEC", help="A derivative by name: gamma=spot,spot."),
     click.option("--input", "inputs", multiple=True, metavar="ARG=COLUMN", help="Feed an argument; x=a,b or x='f*' stacks columns."),
     click.option("--shared", multiple=True, metavar="ARG=VALUE", help="The same for every row: a number, or FILE.py:model."),
@@ -170,16 +183,17 @@ def _sentence(error: BaseException, arguments: dict[str, Any]) -> str:
     from ._input import files
     from ._unreadable import remedy
 
-    if isinstance(error, DaskgradError):
-        return f"Error: {_in_options(_one_line(str(error)))}"
     found = remedy(error, lambda: files(arguments["source"]), arguments["separator"])
     if found is not None:
         return f"Error: {_one_line(found)}"
+    if isinstance(error, DaskgradError):
+        return f"Error: {_in_options(_one_line(str(error)))}"
     return f"Error: {type(error).__name__}: {_one_line(str(error))} (--debug shows where)"
 
 
 def _in_options(text: str) -> str:
     """What a message says for Python, as it is written here."""
+    text = text.split(" Convert it to numbers first; where it held arrays")[0]
     text = text.replace("inputs={argument: ['f0', 'f1']}", "--input ARGUMENT=f0,f1")
     text = re.sub(r"inputs=\{'(\w+)': column\}", r"--input \1=COLUMN", text)
     text = re.sub(r"shared=\{'(\w+)': (?:value|model)\}", r"--shared \1=VALUE", text)
@@ -229,7 +243,7 @@ def _scheduler(name: str, workers: int | None) -> AbstractContextManager[Any]:
     return dask.config.set(scheduler=name)
 
 
-@main.command(epilog=_SPECS)
+@main.command(cls=_Command, epilog=_SPECS)
 @_with([*_CALL[:8], *_FILES, *_CALL[8:]])
 @_reported
 def grad(out: Path | None, resume: bool, overwrite: bool, quiet: bool, scheduler: str, workers: int | None, **call: Any) -> None:
@@ -266,7 +280,7 @@ def grad(out: Path | None, resume: bool, overwrite: bool, quiet: bool, scheduler
         _command.finish(out)
 
 
-@main.command(epilog=_SPECS)
+@main.command(cls=_Command, epilog=_SPECS)
 @_with([*_CALL[:8], *_FILES, *_CALL[8:]])
 @_reported
 def explain(scheduler: str, workers: int | None, out: Path | None, resume: bool, overwrite: bool, quiet: bool, **call: Any) -> None:

@@ -85,6 +85,8 @@ def grad_column(
             f"wrt={wrt!r} is not possible, for a dict names no argument: wrt='x' gives a Series, wrt=['x', 'y'] a DataFrame, and "
             "dg.derivatives takes {name: derivative}"
         )
+    if "vector" in options:
+        raise PlanError("vector= is for dg.derivatives, which gives Jacobians: grad_column is of a function that returns one number")
     return apply(data, plan_of(data, fn, wrt, inputs=inputs, shared=shared, **options))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from . import _imported, _input, _spec
+from . import _dtypes, _imported, _input, _spec
 from ._column import derivatives, grad_column
 from ._errors import PlanError
 from ._explain import Explanation, explain
@@ -194,6 +194,8 @@ def write(frame: Any, source: str, out: Path, *, resume: bool = False, overwrite
     try:
         to_parquet(frame, folder, write_index=_indexed(frame))
     except PlanError as error:
+        if not resume:
+            raise
         raise PlanError(f"{error} On this command line: --overwrite replaces {out}.") from None
     files = sorted(folder.glob("*.parquet"))
     if as_csv:
@@ -217,7 +219,7 @@ def _is_csv(out: Path, frame: Any) -> bool:
     ending = out.suffix.lower()
     if ending not in (".csv", ".parquet", ".pq", ""):
         raise PlanError(f"--out {out} ends in {ending}. Possible: .csv, or .parquet for a folder of Parquet files.")
-    arrays = [label for label, dtype in frame.dtypes.items() if pd.api.types.is_object_dtype(dtype)]
+    arrays = [label for label, dtype in frame.dtypes.items() if _dtypes.role(dtype) in ("array", "object")]
     if ending == ".csv" and arrays:
         raise PlanError(f"the column {arrays[0]!r} holds arrays, which a CSV file cannot: use --out {out.with_suffix('.parquet')}")
     return ending == ".csv"

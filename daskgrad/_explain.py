@@ -29,6 +29,10 @@ ROWS = 256
 """Rows of pandas data that are run to see; of Dask data it is a sixteenth."""
 REPEATED = 65_536
 """Rows that are run to measure how fast a compiled kernel is."""
+OFTEN = 32
+"""Times that each row of a sample is run where too few are alike to make a batch: in the whole data they would be as many."""
+PATIENCE = 2.0
+"""Seconds that this may take."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +96,10 @@ def explain(
     local = _dask.kind(data) is None
     sample, looked = few_rows(data, ROWS if local else ROWS // 16)
     part = plan.records(sample) if isinstance(sample, list) else sample
+    sampled = not local or len(part) < len(data)
     return Explanation(
         f"{function_name(fn)} on {_described(data)}",
-        [("Reads", _reads(plan, part)), ("Returns", _returns(plan)), *_seen(plan, part, looked)],
+        [("Reads", _reads(plan, part)), ("Returns", _returns(plan)), *_seen(plan, part, looked, sampled=sampled)],
     )
 
 
@@ -190,25 +195,31 @@ def _meaning(derivative: Derivative) -> str:
 # --- what is seen by running ------------------------------------------------------------------------------------------
 
 
-def _seen(plan: Plan, part: pd.DataFrame | pd.Series, looked: str) -> list[tuple[str, list[tuple[str, str]]]]:
+def _seen(plan: Plan, part: pd.DataFrame | pd.Series, looked: str, *, sampled: bool) -> list[tuple[str, list[tuple[str, str]]]]:
     from ._part import solve
     from ._shared import copies, module_dtype
 
     trial = replace(plan, shared=copies(plan.shared), options=replace(plan.options, on_error="null"))
+    times = 1
     try:
+        started = time.perf_counter()
         result = solve(trial, part, None)
+        few = plan.options.engine != "loop" and result.reason is None and any(report.looped for report in result.reports)
+        if sampled and few and OFTEN * (time.perf_counter() - started) < PATIENCE:
+            times = OFTEN
+            result = solve(trial, part.take(np.tile(np.arange(len(part)), times)), None)
     except DaskgradError as problem:
         return [("Runs", [("looked at", looked), ("error", f"{type(problem).__name__}: {problem}")])]
     reports: list[Report] = result.reports
     forced = plan.options.dtype or module_dtype([*plan.shared.values(), plan.fn])
     lines = [("looked at", looked), ("dtype inside", _dtype(reports, forced is not None))]
-    lines += _engine(plan, reports, result.reason)
+    lines += _engine(plan, reports, result.reason, times)
     if any(report.compiled for report in reports):
         lines += _compiling(trial, part, max(report.seconds for report in reports))
     if result.failures:
         row, error = min(result.failures.items())
         first = f"row {shown_label(part.index[row])}: {type(error).__name__}: {said(error)}"
-        lines.append(("fails", f"{len(result.failures)} of the rows looked at; {first}"))
+        lines.append(("fails", f"{len(result.failures) // times} of the rows looked at; {first}"))
     return [("Runs", lines), ("Derivatives", _modes(plan, reports))]
 
 
@@ -218,8 +229,9 @@ def _dtype(reports: Sequence[Report], forced: bool) -> str:
     return f"{found}, {why}"
 
 
-def _engine(plan: Plan, reports: Sequence[Report], reason: str | None) -> list[tuple[str, str]]:
-    batched, looped, compiled = (sum(getattr(r, how) for r in reports) for how in ("batched", "looped", "compiled"))
+def _engine(plan: Plan, reports: Sequence[Report], reason: str | None, times: int) -> list[tuple[str, str]]:
+    """`times`: how often each row was run."""
+    batched, looped, compiled = (sum(getattr(r, how) for r in reports) // times for how in ("batched", "looped", "compiled"))
     if compiled:
         how = f"a compiled kernel; the first {batched} rows looked at came from batches under vmap, against which it was checked"
     elif plan.options.engine == "loop":
@@ -243,7 +255,7 @@ def _engine(plan: Plan, reports: Sequence[Report], reason: str | None) -> list[t
         lines.append(
             (
                 "batch",
-                f"up to {size:,} rows; about {per_row:,} bytes a row forward, {2 * size * per_row / 2**20:,.0f} MiB a batch, backward too",
+                f"up to {size:,} rows; about {per_row:,} bytes a row forward, {_memory(plan, size * per_row)} MiB a batch, backward too",
             )
         )
     if reason:
@@ -251,6 +263,15 @@ def _engine(plan: Plan, reports: Sequence[Report], reason: str | None) -> list[t
     if (reason or looped > 16) and plan.options.engine != "loop":  # fewer tell nothing about the function
         lines.append(("faster", "torch operations that vmap can batch, and torch.where instead of values that differ in every row"))
     return lines
+
+
+def _memory(plan: Plan, forward: int) -> str:
+    """MiB of a batch: chosen so that they stay within the kernel's budget."""
+    from ._kernel import BUDGET, BUDGET_BY_PARAMETERS
+
+    if plan.options.batch_size is None:
+        forward = min(forward, BUDGET_BY_PARAMETERS if plan.parameters else BUDGET)
+    return f"{2 * forward / 2**20:,.0f}"
 
 
 def _compiling(plan: Plan, part: pd.DataFrame | pd.Series, seconds: float) -> list[tuple[str, str]]:

@@ -12,6 +12,7 @@ import pandas as pd
 
 from ._errors import PlanError
 from ._names import listing, nearest
+from ._unreadable import gaps as gaps_told
 from ._unreadable import why
 
 KINDS = {".parquet": "parquet", ".pq": "parquet", ".csv": "csv", ".tsv": "csv"}
@@ -109,13 +110,35 @@ def _nothing_there(path: Path, source: str) -> str:
 
 
 def _parquet(paths: Any, **options: Any) -> Any:
+    """A null is a missing value: Arrow's dtypes tell it from NaN, pandas' own would not."""
     import dask.dataframe as dd
     import pyarrow as pa
 
     try:
+        if _may_hold_nulls(paths):
+            options["dtype_backend"] = "pyarrow"
         return dd.read_parquet(paths, **options)
     except (pa.ArrowException, OSError) as error:
         raise PlanError(f"{_together(paths)} cannot be read as Parquet: {why(error)}") from error
+
+
+def _may_hold_nulls(paths: Any) -> bool:
+    """Whether there are nulls in a column of numbers, as the files' own statistics tell; True where they do not."""
+    import pyarrow.parquet as pq
+
+    if isinstance(paths, str) and "://" in paths:
+        return True
+    given = [Path(path) for path in ([paths] if isinstance(paths, str) else paths)]
+    for file in (file for path in given for file in ([path] if path.is_file() else path.glob("**/*")) if _ends(file) in KINDS):
+        with pq.ParquetFile(file) as whole:
+            about = whole.metadata
+        groups = (about.row_group(group) for group in range(about.num_row_groups))
+        tops = [k for k in range(about.num_columns) if about.schema.column(k).max_definition_level < 2]  # neither lists nor records
+        columns = (group.column(k) for group in groups for k in tops)
+        numbers = (column.statistics for column in columns if column.physical_type != "BYTE_ARRAY")
+        if any(told is None or not told.has_null_count or told.null_count for told in numbers):
+            return True
+    return False
 
 
 def _csv(paths: list[str], dtypes: Mapping[str, str], separator: str | None, gaps: Sequence[str]) -> Any:
@@ -129,22 +152,20 @@ def _csv(paths: list[str], dtypes: Mapping[str, str], separator: str | None, gap
         frame = dd.read_csv(paths, dtype_backend="pyarrow", dtype=dict(dtypes) or None, **options, **whole)
         begins = pd.read_csv(first, nrows=1, **options)
     except (ValueError, TypeError, OSError) as error:
-        raise PlanError(f"{first} cannot be read as CSV: {_shorter(why(error))}") from error
+        told = gaps_told(error, lambda: [Path(first)], separator)
+        raise PlanError(told or f"{first} cannot be read as CSV: {why(error)}") from error
     for column in dtypes:
         if column not in frame.columns:
             columns = list(frame.columns)
             raise PlanError(f"--column {column}=…: there is no such column. The columns: {listing(columns)}.{nearest(column, columns)}")
+    if separator is None and len(frame.columns) == 1 and (likely := next((s for s in ";|\t" if s in str(frame.columns[0])), None)):
+        raise PlanError(f"{first} has one column, {frame.columns[0]!r}: is {likely!r} between its columns? --separator {likely!r} says so.")
     untold = [column for column in frame.columns if column not in dtypes]
     if begins.empty and untold:
         raise PlanError(
             f"{first} has a header and no rows, so nothing tells what its columns hold: --column NAME=DTYPE, for each of them, does"
         )
     return frame
-
-
-def _shorter(text: str) -> str:
-    """Without advice that is for those who call the reader themselves."""
-    return text.partition(" Pass argument")[0].partition(". If your data has")[0]
 
 
 def _together(paths: Any) -> str:

@@ -50,10 +50,11 @@ def users_line() -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_inside()):
         frame = frame.f_back
-    return _told(frame.f_code, frame.f_lineno, frame.f_globals)
+    return told(frame.f_code, frame.f_lineno, frame.f_globals)
 
 
-def _told(code: types.CodeType, number: int, module: Mapping[str, object]) -> str:
+def told(code: types.CodeType, number: int, module: Mapping[str, object]) -> str:
+    """A line of `code`, whose globals are `module`: its file, its number and its source."""
     file = code.co_filename
     called = _called(file)
     if file == _NO_FILE:
@@ -77,7 +78,7 @@ def line_of(error: BaseException) -> str:
             if not installed or not own:
                 found, own = (step.tb_frame.f_code, step.tb_lineno, step.tb_frame.f_globals), not installed
         step = step.tb_next
-    return "" if found is None else _told(*found)
+    return "" if found is None else told(*found)
 
 
 def at_line(error: BaseException) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import inspect
 import logging
 import os
 import socket
@@ -18,7 +19,7 @@ from typing import Any, ClassVar
 import dask
 from dask.system import CPU_COUNT
 from dask.utils import format_bytes, parse_bytes
-from distributed import Client, LocalCluster, Nanny, Security, Status
+from distributed import Client, LocalCluster, Nanny, Security, Status, Worker
 from distributed.client import AllExit
 from distributed.deploy.cluster import Cluster
 from distributed.system import MEMORY_LIMIT
@@ -28,6 +29,7 @@ from distributed.worker_memory import parse_memory_limit
 from . import _malloc
 from ._errors import PlanError
 from ._main_script import must_be_guarded
+from ._names import nearest
 from ._watch._reporter import arrived, leaving
 
 logger = logging.getLogger(__name__)
@@ -65,6 +67,11 @@ def start(
             f"local_client() got {', '.join(refused)}, which it sets itself: worker processes on {LOOPBACK} only. "
             f"For another cluster, make a dask.distributed.LocalCluster and a Client of it; daskgrad runs on that too."
         )
+    for name in kwargs:
+        if name not in (known := _known()):
+            raise PlanError(f"local_client() has no argument {name!r}.{nearest(name, known)} LocalCluster's are taken, too.")
+    if n_workers is not None and n_workers < 0:
+        raise PlanError(f"n_workers={n_workers} is not possible: a number of processes, or None, which chooses by the machine")
     if dask.config.get("distributed.worker.multiprocessing-method", "spawn") != "fork":
         must_be_guarded("local_client()")
     if n_workers is None:
@@ -89,6 +96,14 @@ def start(
     except BaseException:
         cluster.close()
         raise
+
+
+def _known() -> set[str]:
+    """What may be given: to `local_client`, and on to the cluster, its nannies and workers."""
+    from . import _cluster
+
+    takers = (_cluster.local_client, LocalCluster, Nanny, Worker)
+    return {name for taker in takers for name in inspect.signature(taker).parameters} - {"self", "args", "kwargs", "worker_kwargs"}
 
 
 class LocalClient(Client):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pandas as pd
 
-from . import _columns
+from . import _columns, _dtypes, _lookups
 from ._binding import Form, Input, Signature, bind, check_names, mapping, read_by, signature_of
 from ._checkpoints import State
 from ._derivative import UNNAMED, Aux, Derivative, Norm, Problem, arguments_of, in_state
@@ -27,7 +27,7 @@ from ._errors import PlanError
 from ._names import function_name
 from ._options import Options
 from ._outputs import Output, outputs_of
-from ._source import Source
+from ._source import Source, dtype_of
 from ._wishes import (
     by_layer,
     check_differentiable,
@@ -198,6 +198,7 @@ def make(
     for name in named:
         check_differentiable(source, fn, name, by_name, shared, signature.defaults)
     refuse_complex_orders(source, [derivative for _, derivative in asked], by_name)
+    _lookups.refuse(fn, _numbers(source, bound), shared, signature.required[0] if form == "row" else None)
     read = bound
     if form == "row":
         bound = tuple(by_name[name] for name in named)
@@ -235,6 +236,14 @@ def _that_stand_once(source: Source, by_name: Mapping[Hashable, Input]) -> tuple
     """The columns that a function of whole rows may read."""
     times = Counter(source.labels)
     return tuple(column for label, column in by_name.items() if times[label] == 1)
+
+
+def _numbers(source: Source, bound: Iterable[Input]) -> set[Hashable]:
+    """The inputs that are one number each, as far as dtypes tell."""
+    times = Counter(source.labels or [])
+    single = [argument for argument in bound if not argument.stacked and times[argument.columns[0]] < 2]
+    dtypes = {argument.name: dtype_of(source, argument.columns[0]) for argument in single}
+    return {name for name, dtype in dtypes.items() if dtype is not None and _dtypes.role(dtype) in ("integer", "bool", "real")}
 
 
 def _named(

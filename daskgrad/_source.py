@@ -12,6 +12,7 @@ from pandas.errors import InvalidIndexError
 
 from . import _dtypes
 from ._errors import PlanError
+from ._names import listing
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,16 @@ def dtype_of(source: Source, column: Hashable) -> Any:
     return column_of(source.empty, column).dtype
 
 
+class Absent(PlanError):
+    """A part lacks a column."""
+
+
 def column_of(data: Any, label: Hashable) -> pd.Series:
     """The one column of that label; of a Series, itself.
 
     Raises:
         PlanError: there are several.
+        Absent: there is none.
     """
     if isinstance(data, pd.Series):
         return data
@@ -57,6 +63,8 @@ def column_of(data: Any, label: Hashable) -> pd.Series:
         places = [place for place, other in enumerate(data.columns) if other in {label}]
         place = places[0] if len(places) == 1 else places
     found: pd.Series | pd.DataFrame = data.iloc[:, place]
+    if isinstance(found, pd.DataFrame) and not found.shape[1]:
+        raise Absent(f"this part of the data has no column {label!r}, which others have. Its columns: {listing(data.columns)}.")
     if isinstance(found, pd.DataFrame):
         raise PlanError(f"the column label {label!r} stands {found.shape[1]} times in the data: rename one of them")
     return found

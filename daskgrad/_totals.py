@@ -111,7 +111,10 @@ def _total(
 ) -> Any:
     plan = plan_of(data, fn, total, inputs=inputs, shared=shared, **options)
     if total.wrt not in plan.parameters:
-        raise PlanError(f"{total.wrt!r} is no shared argument. Sums are of gradients by shared parameters: {listing(plan.shared)}.")
+        raise PlanError(
+            f"{total.wrt!r} is no shared argument, and sums are of gradients by shared parameters: {listing(plan.shared)}. By a "
+            "column, grad_column(...).mean() and .sum() are pandas' and Dask's own."
+        )
     from ._parameters import parameters_of
 
     there = parameters_of(plan.shared)

@@ -7,7 +7,7 @@ import sys
 import types
 from collections import namedtuple
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import dask.bag as db
 import dask.dataframe as dd
@@ -131,6 +131,31 @@ def test_a_series_has_no_column_that_an_array_names() -> None:
 def test_what_a_row_is_not(fn: Callable[..., Any], message: str) -> None:
     with pytest.raises(dg.RowError, match=message):
         dg.grad_column(pd.DataFrame({"x": [1.0], "b": [2.0], "a": [3.0]}), fn, wrt="x")
+
+
+class Place(NamedTuple):
+    x: float
+    y: float
+
+
+@pytest.mark.parametrize(
+    ("records", "fn", "wrt"),
+    [
+        ([(2.0, 3.0), (4.0, 5.0)], lambda row: row[0] ** 2 * row[1], [0, 1]),
+        ([Place(2.0, 3.0), Place(4.0, 5.0)], lambda row: row.x**2 * row["y"], ["x", "y"]),
+        ([{"x": 2.0, "y": 3.0}, {"x": 4.0, "y": 5.0}], lambda row: row.x**2 * row["y"], ["x", "y"]),
+    ],
+)
+def test_whole_records(records: list[Any], fn: Callable[..., Any], wrt: list[Any]) -> None:
+    got = dg.grad_column(db.from_sequence(records, npartitions=2), fn, wrt=wrt).compute(scheduler="synchronous")
+    assert got.columns.tolist() == wrt
+    assert got.to_numpy().tolist() == [[12.0, 4.0], [40.0, 16.0]]
+
+
+def test_a_record_without_what_is_read_says_so() -> None:
+    records = db.from_sequence([{"x": 1.0, "y": 2.0}, {"x": 3.0}], npartitions=1)
+    with pytest.raises(dg.RowError, match="this record has no 'y'"):
+        dg.grad_column(records, lambda row: row.x * row.y, wrt="x").compute(scheduler="synchronous")
 
 
 def test_a_copy_of_a_row_is_a_row() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import logging
 import os
+import re
 import signal
 import socket
 import ssl
@@ -166,6 +167,16 @@ def test_a_share_of_memory_that_is_too_small_is_refused() -> None:
 def test_arguments_that_would_undo_it_are_refused(name: str) -> None:
     with pytest.raises(PlanError, match=f"got {name}, which it sets itself"):
         local_client(n_workers=0, **{name: "0.0.0.0"})
+
+
+@pytest.mark.parametrize(
+    ("given", "says"), [({"workers": 2}, "Did you mean 'n_workers'?"), ({"n_workers": -1}, "n_workers=-1 is not possible")]
+)
+def test_arguments_that_make_no_sense_start_nothing(given: dict[str, int], says: str) -> None:
+    before = psutil.Process().children(recursive=True)
+    with pytest.raises(PlanError, match=re.escape(says)):
+        local_client(**given)
+    assert psutil.Process().children(recursive=True) == before
 
 
 def test_a_worker_killed_twice_comes_back_for_good() -> None:

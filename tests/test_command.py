@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from typing import Any
 import dask
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given
@@ -317,6 +320,76 @@ def test_a_csv_column_that_goes_on_otherwise_says_what_to_do(monkeypatch: pytest
     assert read("o.csv").d_x.iloc[-1] == 27.0
 
 
+@pytest.mark.parametrize("options", [[], ["--column", "x=float64"]])
+def test_a_cell_that_is_no_number_is_found(options: list[str]) -> None:
+    Path("odd.csv").write_text("x,y\n" + "1.5,2\n" * 100 + "n/a?,2\n" + "2.5,2\n" * 100)
+    line = failed(1, "grad", "odd.csv", "model.py:power", *options, "--out", "o.csv")
+    assert "odd.csv: the column 'x' holds 'n/a?' in row 101 (the first is 1), and numbers elsewhere. --missing 'n/a?' takes" in line
+    done("grad", "odd.csv", "model.py:power", "--missing", "n/a?", "--out", "o.csv", "--overwrite")
+    assert read("o.csv").d_x.isna().tolist() == [place == 100 for place in range(201)]
+
+
+def test_a_null_in_parquet_is_a_missing_value_and_nan_is_a_number() -> None:
+    cells = pa.array([1.0, None, math.nan])
+    pq.write_table(pa.table({"x": cells, "y": [1.0, 1.0, 1.0]}), "gaps.parquet")
+    Path("other.py").write_text("import torch\n\ndef f(x, y):\n    return torch.where(x.isnan(), 2.0, x) * y\n")
+    done("grad", "gaps.parquet", "other.py:f", "--wrt", "y", "--only", "--out", "o.parquet")
+    assert pq.read_table("o.parquet")["d_y"].to_pylist() == [1.0, None, 2.0]
+    assert read("o.parquet").d_y.dtype == "double[pyarrow]"
+    done("grad", "book.parquet", "model.py:power", "--only", "--out", "p.parquet")
+    assert read("p.parquet").d_x.dtype == "float64"
+
+
+BROKEN: dict[str, tuple[str, list[str], str]] = {
+    "no rows": ("x,y\n", [], "has a header and no rows"),
+    "nothing": ("", [], "cannot be read as CSV: No columns to parse from file"),
+    "another separator": ("x;y\n1;2\n", [], "--separator ';' says so"),
+    "an open quote": ('x,y\n1,2\n"3,4\n5,6\n', [], "A quotation mark may not be closed"),
+    "a wide line": ("x,y\n1,2\n3,4,5\n", [], "Expected 2 fields in line 3, saw 3"),
+    "gaps among integers": ("x,y\n1,2\n3,\n", ["--column", "y=int64"], "--column 'y=Int64' can"),
+    "no such column": ("x,y\n1,2\n", ["--column", "yy=int64"], "--column yy=…: there is no such column. The columns: 'x', 'y'"),
+    "text": ("x,y\na,2\nb,3\n", [], "cannot be differentiated: it holds text."),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_csv_file_that_cannot_be_used_says_why(name: str) -> None:
+    text, options, says = BROKEN[name]
+    Path("broken.csv").write_text(text)
+    result = run("grad", "broken.csv", "model.py:power", *options, "--out", "o.csv")
+    assert result.exit_code in (1, 2)
+    assert says in result.stderr
+    assert "dask.config" not in result.stderr
+    assert "sample_rows" not in result.stderr
+
+
+def test_a_file_that_lacks_a_column_is_named() -> None:
+    Path("part-1.csv").write_text("x,y\n1,2\n")
+    Path("part-2.csv").write_text("x,z\n1,2\n")
+    line = failed(2, "grad", "part-*.csv", "model.py:power", "--out", "o.csv")
+    assert line == "Error: part-2.csv has no column 'y', which part-1.csv has. Its columns: 'x', 'z'."
+
+
+@pytest.mark.parametrize("data", [b"", b"PAR1junk", b"x,y\n1,2\n"])
+def test_a_parquet_file_that_is_none_says_so(data: bytes) -> None:
+    Path("broken.parquet").write_bytes(data)
+    assert "broken.parquet cannot be read as Parquet: " in failed(2, "grad", "broken.parquet", "model.py:power")
+
+
+def test_a_glob_without_quotes_is_recognised() -> None:
+    result = run("grad", "book.csv", "book.parquet", "model.py:power")
+    assert result.exit_code == 2
+    assert "A glob goes in quotes" in result.stderr
+
+
+def test_remedies_are_options() -> None:
+    Path("other.py").write_text("def f(spott):\n    return spott**2\n\ndef g(x, spott):\n    return x * spott\n")
+    assert "--input spott=COLUMN or --shared spott=VALUE" in failed(2, "grad", "book.csv", "other.py:g")
+    assert "--on-error null" in failed(1, "grad", "book.csv", "model.py:strict", "--wrt", "x", "--out", "o.csv")
+    said = done("grad", "book.csv", "model.py:strict", "--wrt", "x", "--out", "o.csv", "--on-error", "null", "--overwrite").stderr
+    assert "--derivative problem=problem says which, and why" in said
+
+
 # --- what is refused
 
 
@@ -344,6 +417,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["book.parquet", "model.py:power", "--column", "x=float32"], "for CSV"),
     (["book.csv", "model.py:bowl", "--input", "z=x,y", "--derivative", "g=z", "--out", "o.csv"], "holds arrays"),
     (["book.csv", "model.py:power", "--out", "o.xlsx"], "ends in .xlsx"),
+    (["book.csv", "model.py:power", "--out", "-"], "not into a pipe"),
     (["book.csv", "model.py:power", "--out", "book.csv"], "is what is read: writing there would destroy it"),
 ]
 

@@ -107,6 +107,22 @@ def test_of_dask_data_a_few_rows_are_computed() -> None:
     assert "partitions 0, 25, 49" in text and "on a Dask DataFrame of 50 partitions" in text
 
 
+def test_rows_that_are_few_in_the_sample_are_many_in_the_data() -> None:
+    """Each row looked at takes a path of its own kind; in the data there are thousands on each."""
+    frame = pd.DataFrame({"x": np.ones(4000), "n": np.arange(4000) % 12})
+
+    def fn(x: Tensor, n: Tensor) -> Tensor:
+        for _ in range(int(n)):
+            x = x * 2
+        return x
+
+    for data in (frame, dd.from_pandas(frame, npartitions=5)):
+        text = said(data, fn)
+        assert "engine            batches under vmap, and one backward pass for each batch" in text
+        assert "one by one" not in text and "the loop" not in text
+    assert "too few rows are alike" in said(frame[:12], fn)
+
+
 @pytest.mark.parametrize("engine", ["auto", "vmap", "loop"])
 def test_the_data_are_not_changed(engine: str) -> None:
     frame = numbers().assign(v=object_series([np.ones(2)] * 40).to_numpy())

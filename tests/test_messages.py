@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from compare import slower_is_fine
 from torch import Tensor, nn
 
 import daskgrad as dg
@@ -319,6 +320,64 @@ def test_a_gradient_by_a_shared_number_is_a_number() -> None:
 
 
 # --- looking before running
+
+
+def drawn(x: Tensor) -> Any:
+    yield x
+
+
+async def awaited(x: Tensor) -> Tensor:
+    return x
+
+
+def unhooked(y: Tensor) -> Tensor:
+    with torch.no_grad():
+        return y**2
+
+
+BEGINNERS = {
+    "a batch's column": (lambda v: v[:, 0].sum(), "The function gets one row and no batch: a number is a tensor of shape ()"),
+    "a batch's length": (lambda y: y.shape[0] * y, "The function gets one row and no batch"),
+    "an element of a number": (lambda y: y[0], "The function gets one row and no batch"),
+    "a loop over a number": (lambda y: sum(one for one in y), "The function gets one row and no batch"),
+    "a batch's axis": (lambda v: v.sum(1), "model(x[None])[0]"),
+    "a module for batches": (torch.nn.Sequential(torch.nn.Flatten(), torch.nn.BatchNorm1d(2)).double().eval(), "model(x[None])[0]"),
+    "numbers joined": (lambda y: torch.cat([y, y]).sum(), "torch.stack([x, y]) makes a vector of several"),
+    "a key": (lambda y: y * {1: 2.0}[y.long()], "write int(n) or float(x) for a key"),
+    "a tuple": (lambda y: (y, y), "a tuple of 2 (torch.stack makes a vector"),
+    "a rounded quotient": (lambda y: y // 2, "x // y is torch.floor(x / y)"),
+    "an array": (lambda y: np.array([1.0, 2.0]) * y, "torch.as_tensor(array) makes a tensor of one"),
+    "without gradient": (unhooked, "or something under torch.no_grad() or with detach()"),
+    "a generator": (drawn, "drawn is a generator (it holds a yield)"),
+    "a coroutine": (awaited, "awaited is a coroutine (async def)"),
+    "a vector": (lambda v: v * 2, "{'jacobian': 'v'}"),
+}
+
+
+@pytest.mark.parametrize("name", BEGINNERS)
+def test_a_beginners_mistake_has_its_remedy(name: str) -> None:
+    fn, says = BEGINNERS[name]
+    frame = pd.DataFrame({"y": [1.0, 2.0], "v": [np.ones(2), np.ones(2)]})
+    inputs = {"input": "v"} if isinstance(fn, torch.nn.Module) else None
+    with slower_is_fine(), pytest.raises(dg.DaskgradError, match=re.escape(says)) as caught:
+        dg.grad_column(frame, fn, inputs=inputs)
+    assert not str(caught.value).endswith("\n")
+
+
+def test_a_call_in_another_order_says_which() -> None:
+    frame = pd.DataFrame({"x": [1.0], "y": [2.0]})
+    lazy = dd.from_pandas(frame, npartitions=1)
+    for call, says in {
+        "swapped": (lambda: dg.grad_column(lambda x: x, frame), "the data comes first and then the row function"),
+        "a tuple": (lambda: dg.grad_column(frame, lambda x, y: x * y, wrt=("x", "y")), "wrt=['x', 'y'], a list, gives a column for each"),
+        "a column": (lambda: dg.grad_column(frame, lambda x: x, wrt=frame.x), "a Series names no argument"),
+        "vector": (lambda: dg.grad_column(frame, lambda x: x, vector=True), "vector= is for dg.derivatives"),
+        "a sum by a column": (lambda: dg.mean_gradient(frame, lambda x: x, "x"), "grad_column(...).mean()"),
+        "a lazy frame": (lambda: dg.grad_column(frame, lambda x: x * lazy.x.sum()), "compute it first, as in lazy.sum().compute()"),
+        "a method": (lambda: dg.grad_column(frame, lambda row: row.get("x"), wrt="x"), "It is no Series and has no methods"),
+    }.values():
+        with pytest.raises(dg.DaskgradError, match=re.escape(says)):
+            call()
 
 
 def test_explain_counts_gaps_and_nan() -> None:
