@@ -616,7 +616,7 @@ def _max_pool(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 def pooled_by_channels(rows: Tensor) -> bool:
     """Whether the copies pay for images (rows, [samples,] channels, height, width)."""
-    return rows.dim() in (4, 5) and rows.dtype == torch.float32 and rows.device.type == "cpu" and rows.shape[-3] >= 8
+    return rows.dim() in (4, 5) and rows.dtype in (torch.float32, torch.float64) and rows.device.type == "cpu" and rows.shape[-3] >= 8
 
 
 # --- reductions whose gradient at a tie vmap shares out otherwise ------------------------------------------------------

@@ -250,13 +250,14 @@ def test_control_flow_inside_torchscript(scripted: Any, engine: str) -> None:
     ],
 )
 @pytest.mark.parametrize("samples", [[], [2]])
-def test_pooling_is_that_of_a_row(options: dict[str, Any], samples: list[int]) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_pooling_is_that_of_a_row(options: dict[str, Any], samples: list[int], dtype: str) -> None:
     """Bit for bit, also where elements are equal, missing or infinite; and what comes out can be viewed as ever."""
     rng = np.random.default_rng(0)
-    images = rng.integers(-2, 3, (40, *samples, 8, 7, 9)).astype(np.float32)
+    images = rng.integers(-2, 3, (40, *samples, 8, 7, 9)).astype(dtype)
     images[rng.random(images.shape) < 0.02] = np.nan
     images[rng.random(images.shape) < 0.02] = np.inf
-    weights = torch.randn(8, 1, 1, generator=torch.Generator().manual_seed(0))
+    weights = torch.randn(8, 1, 1, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype))
 
     def fn(x: Tensor) -> Tensor:
         pooled: Any = torch.nn.functional.max_pool2d(x * weights, **options)
