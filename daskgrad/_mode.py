@@ -604,14 +604,17 @@ def _roll(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _max_pool(mode: RowMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """torch's kernel for images is several times as fast where the channels lie side by side, also with a copy there and back."""
+    """torch's kernel finds the largest several times as fast where the channels lie side by side; it is then taken where it lies."""
     rows = mode.plain_rows(args[0])
     if rows is None or not pooled_by_channels(rows) or mode.paths is None or mode.paths.traced or kwargs.get("return_indices"):
         return func(*args, **kwargs)
+    options = {name: value for name, value in kwargs.items() if name != "return_indices"}
     with temporarily_pop_interpreter_stack():
-        images = rows.reshape(-1, *rows.shape[-3:]).contiguous(memory_format=torch.channels_last)
-        pooled = func(images, *args[1:], **kwargs).contiguous()
-        return mode.batched(pooled.reshape(*rows.shape[:-2], *pooled.shape[-2:]))
+        images = rows.reshape(-1, *rows.shape[-3:])
+        beside = images.detach().contiguous(memory_format=torch.channels_last)
+        index = F.max_pool2d_with_indices(beside, *args[1:], **options)[1].contiguous()
+        pooled = images.flatten(2).gather(2, index.flatten(2))
+        return mode.batched(pooled.reshape(*rows.shape[:-2], *index.shape[-2:]))
 
 
 def pooled_by_channels(rows: Tensor) -> bool:
