@@ -255,7 +255,7 @@ def _engine(plan: Plan, reports: Sequence[Report], reason: str | None, times: in
         lines.append(
             (
                 "batch",
-                f"up to {size:,} rows; about {per_row:,} bytes a row forward, {_memory(plan, size * per_row)} MiB a batch, backward too",
+                f"up to {size:,} rows; about {per_row:,} bytes a row forward, {_memory(reports, size * per_row)} MiB a batch, backward too",
             )
         )
     if reason:
@@ -265,13 +265,10 @@ def _engine(plan: Plan, reports: Sequence[Report], reason: str | None, times: in
     return lines
 
 
-def _memory(plan: Plan, forward: int) -> str:
-    """MiB of a batch: chosen so that they stay within the kernel's budget."""
-    from ._kernel import BUDGET, BUDGET_BY_PARAMETERS
-
-    if plan.options.batch_size is None:
-        forward = min(forward, BUDGET_BY_PARAMETERS if plan.parameters else BUDGET)
-    return f"{2 * forward / 2**20:,.0f}"
+def _memory(reports: Sequence[Report], forward: int) -> str:
+    """MiB of a batch; where its size was chosen, then so that they stay within a budget."""
+    budget = max(report.budget for report in reports)
+    return f"{2 * min(forward, budget or forward) / 2**20:,.0f}"
 
 
 def _compiling(plan: Plan, part: pd.DataFrame | pd.Series, seconds: float) -> list[tuple[str, str]]:

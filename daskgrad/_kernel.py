@@ -44,14 +44,16 @@ parameters, which are too large to be made unmeasured."""
 MOST = 524_288
 """Rows of a batch at most, for each of torch's threads: with fewer, the fixed cost of a batch shows in cheap functions, and threads
 meet too often; with more nothing is gained, and temporaries leave the cache."""
-BUDGET = 128 * 2**20
-"""Bytes that the results of one batch's torch calls may hold; the backward pass needs about as much again."""
-BUDGET_BY_PARAMETERS = 32 * 2**20
-"""The same where layers are differentiated by: their products are large enough to be efficient with few rows.
+BUDGET = 12 * 2**20
+"""Bytes that the results of one batch's torch calls hold, for each of torch's threads; the backward pass needs about as much again.
 
-Measured on an MLP, a CNN and a transformer block: 5 to 10 % faster than with half of it. With twice as much the C library does not keep the
-memory for the next batch.
+So the C library keeps the memory for the next batch. Measured on Greeks, on functions of vectors, on an MLP, CNNs and a transformer block:
+with ten times as much, half of them take 1.3 to 2.3 times as long, for every page is mapped anew.
 """
+EACH = 2**17
+"""Bytes of one call's result for each thread, of which a batch has at least so many: with fewer the call itself is most of the time."""
+LARGEST, LARGEST_BY_PARAMETERS = 128 * 2**20, 32 * 2**20
+"""What a batch never exceeds for that; the latter where layers are differentiated by, whose inputs and outputs are held beside it."""
 CHUNKS = 16
 """Chunks of a compiled kernel whose columns are fetched together."""
 STOP_BISECTING = 16
@@ -92,6 +94,7 @@ class Report:
         seconds: how long the kernel took to make.
         paths: how many paths the rows took.
         batch_size: rows of the last batch.
+        budget: bytes that torch's calls may hold in a batch, forward; 0 where nothing was chosen.
         bytes_per_row: what torch's calls hold for a row, forward.
         output: the shape of what `fn` returns.
         dtype: torch's default dtype inside.
@@ -105,6 +108,7 @@ class Report:
     seconds: float = 0.0
     paths: int = 0
     batch_size: int = 0
+    budget: int = 0
     bytes_per_row: int = 0
     output: tuple[int, ...] = ()
     dtype: str = ""
@@ -394,9 +398,16 @@ class _Solver:
     def _choose_size(self, paths: Paths, most: int | None = None) -> None:
         """The rows of the next batch, by what a row of this run has cost; `most` of them at most."""
         if self.job.options.batch_size is None:
-            budget = BUDGET_BY_PARAMETERS if self.job.wish.targets else BUDGET
+            budget = self.job.report.budget = self._budget(paths)
             affordable = budget * len(paths.rows) // max(paths.nbytes, 1)
             self.size = max(1, min(affordable, most or affordable, MOST * torch.get_num_threads(), self.fits or MOST * 64))
+
+    def _budget(self, paths: Paths) -> int:
+        """Bytes for the results of the next batch's torch calls."""
+        largest = LARGEST_BY_PARAMETERS if self.job.wish.targets else LARGEST
+        if self.job.device.type != "cpu":
+            return largest
+        return min(largest, torch.get_num_threads() * max(BUDGET, EACH * paths.calls))
 
     def _batched(self, paths: Paths, fresh: bool, fallback: bool) -> tuple[dict[Derivative, NDArray[Any]], RowMode]:
         """One run of the row function on a batch."""
@@ -644,7 +655,7 @@ def batch(
     """What is wanted of the rows on the path, each (rows, *shape), from one run on `tensors` (rows, *shape), which become leaves."""
     leaves = {name: tensors[name].requires_grad_() for name in job.wish.named if name in tensors}
     uses = Uses(job.wish.targets, own) if job.wish.targets else None
-    mode = RowMode(list(leaves.values()), paths, fresh=fresh, limit=4 * BUDGET, uses=uses)
+    mode = RowMode(list(leaves.values()), paths, fresh=fresh, limit=4 * LARGEST, uses=uses)
     mode.named = leaves
 
     def one_row(level: int, columns: list[Tensor]) -> tuple[Tensor, ...]:

@@ -53,7 +53,7 @@ def _found(
         if name is None or step.argval in again:
             continue
         if place > 1 and steps[place - 1].opname in ("LOAD_METHOD", "LOAD_ATTR") and steps[place - 1].argval == "get":
-            if isinstance(_value(function, steps[place - 2], shared), Mapping):
+            if _is_called(steps[place + behind :]) and isinstance(_value(function, steps[place - 2], shared), Mapping):
                 yield line, name, "a dict finds it"
         elif place + behind + 1 < len(steps):
             other, question = _value(function, steps[place + behind], shared), steps[place + behind + 1].opname
@@ -61,6 +61,12 @@ def _found(
                 yield line, name, "a set or a dict finds it"
             elif question == "IS_OP" and isinstance(other, bool):
                 yield line, name, "`is` tells it"
+
+
+def _is_called(steps: Sequence[dis.Instruction]) -> bool:
+    """Whether what was loaded is an argument as it stands, the only one or with one more that is loaded: `get(n)`, `get(n, 0.0)`."""
+    names = [step.opname for step in steps[:2]]
+    return names[:1] == ["CALL"] or (len(names) > 1 and names[0].startswith("LOAD_") and names[1] == "CALL")
 
 
 def _tensor(steps: Sequence[dis.Instruction], tensors: Collection[Hashable], row: str | None) -> tuple[str | None, int]:

@@ -195,6 +195,7 @@ class RowMode(TorchFunctionMode):
     def _weigh(self, result: Tensor) -> None:
         assert self.paths is not None
         self.paths.nbytes += _nbytes(result)
+        self.paths.calls += 1
         if self.paths.nbytes > self.limit and len(self.paths.rows) > 1:
             self.paths.stop(TooLarge())
 

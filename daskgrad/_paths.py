@@ -76,6 +76,7 @@ class Paths:
         left: the rows that have left, with their answers.
         parted: how many answers the question had that nearly every row answers in its own way, and the user's line where it was asked.
         nbytes: what the results of the run's torch calls hold so far, views counted too.
+        calls: how many these are.
     """
 
     traced = False
@@ -88,6 +89,7 @@ class Paths:
         self.left: list[tuple[Answers, Rows]] = []
         self.signal: Signal | None = None
         self.nbytes = 0
+        self.calls = 0
         self.parted = (0, "")
         self._asked = 0
 

@@ -101,6 +101,10 @@ def made_an_int(x: Tensor, n: Any) -> Tensor:
     return x * (2.0 if n in CHOSEN else 1.0) * RATES.get(n, 1.0)
 
 
+def something_made_of_it(x: Tensor, n: Any) -> Tensor:
+    return x * {"1": 10.0}.get(f"{n}", 1.0) * {2: 3.0}.get(int(n), 1.0) * (2.0 if int(n) in CHOSEN else 1.0)
+
+
 def in_a_tuple(x: Tensor, n: Any) -> Tensor:
     return x * 2 if n in (1, 2) else x
 
@@ -111,6 +115,7 @@ def is_none(x: Tensor, n: Any, f: Any = None) -> Tensor:
 
 ALLOWED = [
     (of_another_kind, [2.0, 4.0, 6.0]), (of_text, [2.0, 4.0, 2.0]), (made_an_int, [20.0, 40.0, 1.0]), (in_a_tuple, [2.0, 2.0, 1.0]),
+    (something_made_of_it, [20.0, 6.0, 1.0]),
     (is_none, [2.0, 2.0, 2.0]),
 ]  # fmt: skip
 
