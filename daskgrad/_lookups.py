@@ -7,6 +7,7 @@ while `fn` runs, and both are silent: the default, the other branch.
 from __future__ import annotations
 
 import dis
+import functools
 import types
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
@@ -32,13 +33,19 @@ def refuse(fn: Callable[..., Any], tensors: Collection[Hashable], shared: Mappin
         PlanError: so it is.
     """
     function = getattr(fn, "__func__", fn)
-    if not isinstance(function, types.FunctionType):
+    if not isinstance(function, types.FunctionType) or not _asks(function.__code__):
         return
     for line, name, question in _found(function, tensors, shared, row):
         raise PlanError(
             f"{told(function.__code__, line, function.__globals__)}: {name!r} is a tensor, and {question} by identity, never by value: "
             f"write int({name}), or bool({name}), or compare with =="
         )
+
+
+@functools.lru_cache(maxsize=1024)
+def _asks(code: types.CodeType) -> bool:
+    """Whether there is anything to look for, as in most functions there is not."""
+    return "get" in code.co_names or any(step.opname in ("CONTAINS_OP", "IS_OP") for step in dis.get_instructions(code))
 
 
 def _found(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -32,13 +32,18 @@ class Source:
     labels: list[Hashable] | None
     records: list[Any] | None = None
     dask: bool = False
+    _dtypes: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
 
 def dtype_of(source: Source, column: Hashable) -> Any:
     """The dtype of a column; None where a Bag does not tell."""
     if source.labels is None and column not in source.empty:
         return None
-    return column_of(source.empty, column).dtype
+    if type(column) is not str:
+        return column_of(source.empty, column).dtype
+    if column not in source._dtypes:  # pandas takes its time to find a column, and a plan asks often
+        source._dtypes[column] = column_of(source.empty, column).dtype
+    return source._dtypes[column]
 
 
 class Absent(PlanError):
