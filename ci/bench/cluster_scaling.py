@@ -15,7 +15,7 @@ EAGER, COMPILED = "engine='vmap'", "engine='compiled'"
 
 
 def workload(quick: bool) -> Workload:
-    rows, partitions = (4_000, 4) if quick else (8_000_000, 16)
+    rows, partitions = (4_000, 4) if quick else (32_000_000, 16)  # some 100 MB each, as Dask advises: between tasks it needs milliseconds
     frame = clusters.book(rows, partitions)
     expected = clusters.expected_sums(frame)
     absent = peers.no_compiled_engine(quick)
@@ -37,10 +37,10 @@ def workload(quick: bool) -> Workload:
             np.testing.assert_allclose(value, expected[greek], rtol=1e-8, err_msg=f"{name}: {greek}")
 
     return Workload(
-        title=f"value and 5 Greeks, float64, {partitions} partitions in the workers' memory, one thread a process",
+        title=f"value and 5 Greeks, float64, {partitions} partitions of {rows // partitions:,} rows in the workers' memory, one thread each",
         arms=arms,
         check=check,
-        repeats=1 if quick else 9,
+        repeats=1 if quick else 5,
         close=close,
         missing=missing,
         marks=marks,
