@@ -37,7 +37,7 @@ def workload(quick: bool) -> Workload:
             np.testing.assert_allclose(value, expected[greek], rtol=1e-8, err_msg=f"{name}: {greek}")
 
     return Workload(
-        title=f"value and 5 Greeks, float64, {partitions} partitions of {rows // partitions:,} rows in its memory, one thread each",
+        title=f"value and 5 Greeks, float64, {partitions} partitions of {rows // partitions:,} rows, held by workers of one thread",
         arms=arms,
         check=check,
         repeats=1 if quick else 5,
